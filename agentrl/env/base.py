@@ -39,9 +39,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.env.protocol import make_error
 from agentrl.env.threads import WorkerPool, default_pool
-from agentrl.env.tools import Tool, choose_tools, tools_of
+from agentrl.env.tools import Tool, choose_tools, rewards_of, tools_of
 from agentrl.env.values import describe, to_content, to_finite, to_observation
-from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.errors import AgentRLError, ConfigError, EnvError, GraderError
 from agentrl.types import JSON, Action, Content, Message, StepResult, Task, ToolCall, ToolSpec
 
 Observation = str | list[Message] | None
@@ -352,7 +352,7 @@ class Environment:
 
     def finish(
         self,
-        reward: float | None = None,
+        reward: float | None = 0.0,
         info: dict[str, JSON] | None = None,
         *,
         truncated: bool = False,
@@ -360,15 +360,22 @@ class Environment:
         """Ends the episode with this turn.
 
         Args:
-            reward: added to the `@reward` components; None adds nothing.
+            reward: added to the `@reward` components. None, such as from a grader that gave no
+                verdict, is no reward of 0: it is allowed only beside `@reward` components.
             info: reported with the last step.
             truncated: whether a limit of the environment ended the episode, not the task itself.
 
         Raises:
             EnvError: the episode was finished before, or `reward` is not a finite number.
+            GraderError: `reward` is None and the class has no `@reward` method.
         """
         if self._finish is not None:
             raise EnvError(f"{type(self).__name__}.finish() was called twice in one episode")
+        if reward is None and not rewards_of(type(self)):
+            raise GraderError(
+                f"{type(self).__name__}.finish(None): the episode has no reward; give a number, or "
+                "raise GraderError if the answer cannot be graded"
+            )
         number = 0.0 if reward is None else to_finite(reward, "finish(reward=)")
         self._finish = Finish(number, dict(info or {}), truncated)
 
@@ -470,7 +477,7 @@ class Environment:
             if self._finish is None and returned is not None:
                 returned = to_finite(returned, f"the result of terminal tool {tool.name}")
             if self._finish is None:
-                self.finish(returned)
+                self.finish(0.0 if returned is None else returned)
             return ""
         return to_content(returned)
 

@@ -34,6 +34,7 @@ from agentrl.env.protocol import (
     StepRequest,
     TaskPreview,
     TaskSpec,
+    make_error,
 )
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.sync import Blocking, BlockingOwner, blocking, blocking_then
@@ -120,6 +121,12 @@ class EnvSession:
         except EnvUnavailable:
             self._endpoint.failed_at = asyncio.get_running_loop().time()
             raise
+        if reply.step != self._step + 1:
+            raise make_error(
+                "env_error",
+                f"the environment server answered step {self._step} as if the next one were "
+                f"{reply.step}; look into what stands between",
+            )
         self._step = reply.step
         self._used = asyncio.get_running_loop().time()
         if reply.tools is not None:
@@ -157,6 +164,7 @@ class EnvClient:
         self._background: set[asyncio.Task[Any]] = set()
         self._renewer: asyncio.Task[None] | None = None
         self._was_reached = False
+        self._fingerprints: dict[tuple[str, bytes], str] = {}
         self._sync: SyncClient | None = None
 
     @property
@@ -300,13 +308,29 @@ class EnvClient:
 
         async def create(endpoint: _Endpoint, remaining_s: float) -> EnvSession:
             reply = await endpoint.transport.create(request, key, remaining_s)
-            return EnvSession(self, endpoint, reply.sessions[0])
+            session = EnvSession(self, endpoint, reply.sessions[0])
+            try:
+                self._compare(request, reply.sessions[0].fingerprint)
+            except ConfigError:
+                await session.close()
+                raise
+            return session
 
         session = await self._on_some_server(create, timeout_s)
         self._was_reached = True
         if self._renewer is None:
             self._renewer = self._spawn(self._renew())
         return session
+
+    def _compare(self, request: CreateRequest, fingerprint: str) -> None:
+        """Raises ConfigError if a server has another configuration than the first one had."""
+        key = request.env, protocol.encode(request.config)
+        if self._fingerprints.setdefault(key, fingerprint) != fingerprint:
+            raise ConfigError(
+                f"environment '{request.env}' has another configuration, other splits or other "
+                "tools than in earlier sessions: a server was restarted with other options; start "
+                "all servers with the same ones"
+            )
 
     async def _on_some_server(
         self, call: Callable[[_Endpoint, float], Awaitable[T]], timeout_s: float

@@ -1,8 +1,16 @@
-"""Reads the rows of JSONL and parquet files one at a time, so that files may be large."""
+"""Reads the rows of JSONL and parquet files one at a time, so that files may be large.
+
+Numbers are what the file says: integers of any size are exact, a float of 32 bits is its shortest
+decimal, a decimal is a number, and NaN and infinity are missing values.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +23,7 @@ if TYPE_CHECKING:
     from agentrl.types import JSON
 
 ROW_SUFFIXES = (".jsonl", ".parquet")
+_LARGE_INTEGER = re.compile(rb"[0-9]{19}")
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -58,8 +67,8 @@ def metadata_of(row: dict[str, Any], metadata_key: str | None, where: str) -> di
     metadata = row[metadata_key]
     if isinstance(metadata, str):
         try:
-            metadata = orjson.loads(metadata)
-        except orjson.JSONDecodeError as error:
+            metadata = _loads(metadata.encode())
+        except ValueError as error:
             raise DataError(
                 f"{where}: column '{metadata_key}' is a string but not valid JSON ({error})"
             ) from error
@@ -74,8 +83,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
+                row = _loads(line)
+            except ValueError as error:
                 raise DataError(
                     f"{path}, line {number}: not JSON ({error}); every line has to be a JSON object"
                 ) from error
@@ -87,6 +96,43 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}, line {number}", row
 
 
+def _loads(text: bytes) -> Any:
+    """Parses JSON. The fast parser makes a float of an integer beyond 64 bits."""
+    if _LARGE_INTEGER.search(text) is None:
+        return orjson.loads(text)
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Converts a value of an arrow column of type `kind`, as the module's docstring says."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return float(str(kind.to_pandas_dtype()(value))) if kind.bit_width < 64 else value
+    if isinstance(value, Decimal):
+        if not value.is_finite():
+            return None
+        if value == value.to_integral_value():
+            return int(value)
+        return float(value) if Decimal(repr(float(value))) == value else str(value)
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_plain(each, kind.value_type) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each, kind.field(name).type) for name, each in value.items()}
+    return value
+
+
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         from pyarrow import parquet
@@ -96,8 +142,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with parquet.ParquetFile(path) as file:
             number = 0
             for batch in file.iter_batches(batch_size=1024):
+                kinds = {field.name: field.type for field in batch.schema}
                 for row in batch.to_pylist():
                     number += 1
+                    row = {name: _plain(value, kinds[name]) for name, value in row.items()}
                     yield f"{path}, row {number}", row
     except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
         raise DataError(f"{path} cannot be read as parquet: {error}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlencode
@@ -272,8 +273,23 @@ class Http:
             raise self._unreachable(error) from error
         except TimeoutError:
             raise
+        except (aiohttp.ClientSSLError, ssl.SSLError) as error:
+            raise self._final(
+                f"its certificate or TLS was refused ({error}); for a certificate of your own set "
+                "SSL_CERT_FILE"
+            ) from error
+        except aiohttp.ClientConnectorDNSError as error:
+            if self._was_reached:
+                raise self._unreachable(error) from error
+            raise self._final(f"its name cannot be resolved ({error}); check the URL") from error
         except aiohttp.ClientError as error:
             raise self._unreachable(error) from error
+
+    def _final(self, why: str) -> EnvUnavailable:
+        """Returns the error for a server that another attempt will not reach either."""
+        error = EnvUnavailable(f"environment server {self.url} cannot be reached: {why}")
+        error.retryable = False
+        return error
 
     def _connect(self) -> aiohttp.ClientSession:
         """Makes the pool of connections, which belongs to the running event loop."""

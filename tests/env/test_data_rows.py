@@ -65,3 +65,48 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="pip install pyarrow"):
         list(read_rows(tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 + 1, -(2**63) - 1, 10**29 + 12345])
+def test_integers_of_any_size_are_exact(tmp_path, number):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"a": {number}, "b": [{number}], "c": {{"d": {number}}}}}\n')
+    ((_, row),) = read_rows(file)
+    assert row == {"a": number, "b": [number], "c": {"d": number}}
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN, "b": 12345678901234567890}', '{"a": NaN}'])
+def test_nan_is_no_json(tmp_path, text):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match="line 1"):
+        list(read_rows(file))
+
+
+def test_numbers_of_parquet_are_what_the_file_says(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from decimal import Decimal
+
+    from pyarrow import parquet
+
+    columns = {
+        "single": pa.array([0.1, float("nan"), None], pa.float32()),
+        "double": pa.array([0.1, float("inf"), -2.5]),
+        "list": pa.array([[0.1, float("nan")], [], None], pa.list_(pa.float32())),
+        "struct": pa.array([{"x": 0.3}, None, {"x": None}], pa.struct([("x", pa.float32())])),
+        "decimal": pa.array([Decimal("1.50"), Decimal("7.00"), None]),
+        "large": pa.array([Decimal(10**29 + 1), None, None]),
+    }
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table(columns), file)
+    one, two, three = (row for _, row in read_rows(file))
+    assert one == {
+        "single": 0.1,
+        "double": 0.1,
+        "list": [0.1, None],
+        "struct": {"x": 0.3},
+        "decimal": 1.5,
+        "large": 10**29 + 1,
+    }
+    assert (two["single"], two["double"], two["decimal"]) == (None, None, 7)
+    assert type(two["decimal"]) is int and three["struct"] == {"x": None}

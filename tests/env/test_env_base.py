@@ -9,6 +9,7 @@ from sample_envs import FreeForm, Hello, Locks, Workshop
 
 from agentrl.env import Action, Environment, Task, ToolCall, reward, tool
 from agentrl.env.base import load_config
+from agentrl.env.client import in_process
 from agentrl.env.episode import start_episode, take_turn, tools_before_reset
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 
@@ -414,3 +415,25 @@ def test_an_instance_made_by_hand_says_that_it_cannot_await():
 
     with pytest.raises(ConfigError, match=r"shared=await Async.load_shared\(config\)"):
         Async().shared  # noqa: B018
+
+
+class Ungraded(Environment):
+    def on_text(self, text):
+        self.finish(None)
+
+
+class GradedElsewhere(Ungraded):
+    @reward
+    def graded(self, episode) -> float:
+        return 0.5
+
+
+def test_no_reward_is_no_reward_of_zero():
+    async def play(environment):
+        async with in_process(environment) as client:
+            session = await client.session("x", task=Task("t", "go"))
+            return (await session.step(Action(text="done"), timeout_s=5)).reward
+
+    with pytest.raises(GraderError):
+        asyncio.run(play(Ungraded))
+    assert asyncio.run(play(GradedElsewhere)) == 0.5

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from manager_calls import call, error_of, until
 from sample_envs import Hello, Workshop
 
-from agentrl.env import Action, Environment, Task, ToolCall, connect, make, register, tool
+from agentrl.env import (
+    Action,
+    EnvConfig,
+    Environment,
+    Task,
+    ToolCall,
+    connect,
+    make,
+    register,
+    tool,
+)
 from agentrl.env import client as client_module
 from agentrl.env import transport as transport_module
 from agentrl.env.scaffold import make_project
@@ -753,3 +763,62 @@ def test_make_says_what_it_takes_and_what_an_environment_without_tasks_needs():
     with pytest.raises(ConfigError, match=r"define splits\(\)"):
         env.reset()
     env.close()
+
+
+@pytest.mark.parametrize("scheme", ["http://no-such-host.invalid:1", "https"])
+def test_a_name_or_certificate_that_is_wrong_is_final_at_once(scheme, serve_environments):
+    async def main(url):
+        started = time.monotonic()
+        async with connect(url) as client:
+            error = await error_of(client.session("hello", split="train", index=0))
+        assert isinstance(error, EnvUnavailable) and not error.retryable
+        assert time.monotonic() - started < 5
+
+    with serve_environments(["hello"]) as (url, _):
+        asyncio.run(main(scheme if ":" in scheme else url.replace("http", scheme)))
+
+
+class Sized(Hello):
+    class Config(EnvConfig):
+        size: int = 3
+
+    def splits(self):
+        return {"train": self.config.size}
+
+
+def test_a_server_that_comes_back_with_another_configuration_is_noticed():
+    async def main():
+        one, other = (
+            transport_module.InProcess(
+                SessionManager(lambda _: Sized, config={Sized.id: {"size": size}})
+            )
+            for size in (3, 4)
+        )
+        async with client_module.EnvClient([one]) as client:
+            await (await client.session("sized", split="train", index=0)).close()
+            await (await client.session("sized", split="train", index=0)).close()
+            client._endpoints[0].transport = other
+            with pytest.raises(ConfigError):
+                await client.session("sized", split="train", index=0)
+            await until(lambda: not other.manager.num_live)
+        await one.aclose()
+
+    asyncio.run(main())
+
+
+class Skips(transport_module.InProcess):
+    async def step(self, session_id, request, timeout_s):
+        reply = await super().step(session_id, request, timeout_s)
+        reply.step += 1
+        return reply
+
+
+def test_an_answer_to_another_step_is_refused():
+    async def main():
+        transport = Skips(SessionManager(lambda _: Hello))
+        async with client_module.EnvClient([transport]) as client:
+            session = await client.session("hello", split="train", index=0)
+            error = await error_of(session.step(Action(text="hi"), timeout_s=5))
+            assert error.code == "env_error"
+
+    asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from agentrl.env.base import Environment, call_method, load_config
 from agentrl.env.episode import tools_before_reset
-from agentrl.env.protocol import TaskPreview, TaskSpec, make_error
+from agentrl.env.protocol import TaskPreview, TaskSpec, encode, make_error
 from agentrl.env.sessions.boundary import Background, cancelled_itself, guard, to_env_error
 from agentrl.env.threads import WorkerPool
 from agentrl.env.tools import tools_of
@@ -46,6 +47,8 @@ class LoadedEnvironment:
     """Tools offered before the first reset, when no task is known."""
     tasks: OrderedDict[tuple[str, int], asyncio.Future[Task]] = field(default_factory=OrderedDict)
     """(split, index) -> the last `MAX_TASKS` tasks, for the other members of their groups."""
+    fingerprint: str = ""
+    """Differs if the configuration, the splits or the tools do."""
     num_users: int = 0
     """Sessions that use it; above 0 it is not dropped."""
 
@@ -68,6 +71,8 @@ class LoadedEnvironment:
             )
         self.tools = tools_before_reset(instance)
         self.splits = _checked_splits(self.environment, await self.workers.run(instance.splits))
+        seen = encode([self.config.model_dump(mode="json"), self.splits, self.tools])
+        self.fingerprint = hashlib.sha256(seen).hexdigest()[:16]
         self.instance = instance
 
     async def get(self, split: str, indices: Iterable[int]) -> list[Task]:

@@ -224,6 +224,7 @@ class SessionManager:
             step=session.step,
             observation=session.observation,
             tools=from_json(session.told),
+            fingerprint=session.loaded.fingerprint,
         )
 
     async def _open(self, request: CreateRequest, key: str | None) -> Session:

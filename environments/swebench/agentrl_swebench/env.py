@@ -374,7 +374,7 @@ class SWEBenchEnvironment(Environment):
             info |= _verdict_info(verdict, extracted)
             self.metrics["grade_s"] = verdict.seconds
         self.metrics["resolved"] = float(bool(info.get("resolved")))
-        self.finish(reward, info, truncated=truncated)
+        self.finish(0.0 if reward is None else reward, info, truncated=truncated)
 
     async def _extract(self) -> Extracted:
         container = self._living()
