@@ -100,7 +100,6 @@ def _reap() -> dict[int, int]:
 
 
 def _descendants(root: int) -> list[int]:
-    """Returns the ids of all processes below `root`, without zombies."""
     children: dict[int, list[int]] = {}
     zombies = set()
     for entry in os.listdir("/proc"):

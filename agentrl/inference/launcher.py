@@ -361,7 +361,6 @@ class ServerLauncher:
 
 
 async def _answers(server: _Server, path: str) -> bool:
-    """Returns True, and notes the time, if the server answers with status 200."""
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             response = await server.http.get(path)

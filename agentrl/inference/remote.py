@@ -434,7 +434,6 @@ class ServerEngine:
                 raise Unavailable(f"the current weights could not be sent: {error}") from error
 
     def _id_for_server(self, wire_id: str) -> str:
-        """Returns the id by which the server knows an attempt."""
         return wire_id
 
     def _abandon(self, server: Server, rid: str) -> None:
@@ -577,7 +576,6 @@ class ServerEngine:
 def _joined(
     first: list[np.ndarray] | None, second: list[np.ndarray] | None
 ) -> list[np.ndarray] | None:
-    """Concatenates the lists of two parts of a generation; None if either part has none."""
     return None if first is None or second is None else first + second
 
 

@@ -159,7 +159,6 @@ def of_all(micro: MicroBatch, own: Tensor, context: Context) -> Tensor:
 
 
 def _bounds(micro: MicroBatch, context: Context) -> tuple[int, int]:
-    """Returns where this rank's slice begins and ends in the row, padding included."""
     size = -(-micro.num_tokens // context.size)
     return context.rank * size, (context.rank + 1) * size
 

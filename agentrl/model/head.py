@@ -243,7 +243,6 @@ def _leave_out(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Computes a matrix product in at least float32."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.is_cuda:

@@ -211,7 +211,6 @@ def _num_tokens(tree: list[Segment]) -> int:
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the number of first tokens that both have in common."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     first = int(different.argmax()) if length else 0
@@ -463,7 +462,6 @@ def _routes(samples: Sequence[Sample], segments: Sequence[Segment]) -> np.ndarra
 
 
 def _kept(samples: Sequence[Sample]) -> KeptIds | None:
-    """Returns the kept ids of all trained tokens; None if those of one sample are not known."""
     kept: list[np.ndarray] = []
     for sample in samples:
         if sample.kept_ids is None:

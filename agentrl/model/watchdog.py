@@ -236,11 +236,9 @@ class Watchdog:
         os._exit(1)
 
     def _answer(self) -> None:
-        """Writes this rank's position to the store."""
         self._store.set(f"standing/{self._rank}", json.dumps(asdict(self._standing())))
 
     def _standings(self) -> dict[int, Standing]:
-        """Returns the positions of the ranks that have answered."""
         keys = {rank: f"standing/{rank}" for rank in range(self._size)}
         found = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: Standing(**json.loads(self._store.get(key))) for rank, key in found.items()}

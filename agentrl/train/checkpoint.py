@@ -557,7 +557,6 @@ def resume(
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
-    """Returns the steps and paths of the `step_N` folders, oldest first."""
     if not root.is_dir():
         return []
     found = [(STEP_NAME.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]

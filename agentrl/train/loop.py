@@ -106,7 +106,6 @@ def _after_restart(config: RunConfig) -> RunConfig:
 
 
 async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: bool) -> Path:
-    """Sets up the run, trains all its steps and writes its report; returns the run directory."""
     if config.run.replay is not None:
         config = replay_config(config)
     async with connected(config) as envs, running_agents(config) as agents:
@@ -311,7 +310,6 @@ def _learn(
 
 
 async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
-    """Plays the held-out tasks with the policy as it is now; returns their metrics."""
     return await run.held_out.play(
         step,
         run.mixture,

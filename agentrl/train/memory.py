@@ -362,7 +362,6 @@ def bytes_of_weights(config: RunConfig, quantization: str | None) -> int:
 def _saved_by_quantising(
     config: RunConfig, decoder: torch.nn.Module, quantization: str | None
 ) -> int:
-    """Returns the bytes that quantising a decoder's linear layers saves."""
     if quantization is None:
         return 0
     linear = [m.weight.numel() for m in decoder.modules() if isinstance(m, torch.nn.Linear)]

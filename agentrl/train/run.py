@@ -196,8 +196,9 @@ async def assemble(
     ranks.tell("start", str(run_dir))
     if config.model.compile and not quiet:
         print("compiling the model's layers; this takes about a minute")
+    tokenizer: Any = renderer.tokenizer
     with ranks.working("start"):
-        trainer = await make_trainer(config, renderer.tokenizer, run_dir)
+        trainer = await make_trainer(config, tokenizer, run_dir)
     if trainer.chose_token_budget and not config.run.resume and not quiet:
         budget = trainer.config.train.token_budget
         print(f"train.token_budget = {budget}, chosen for the device's free memory")

@@ -64,7 +64,6 @@ def evaluation_sampling(config: RunConfig, path: str) -> tuple[SamplingParams, s
 
 
 def _recommended(path: str) -> dict[str, Any]:
-    """Returns the sampling parameters that generation_config.json sets, by key of `eval`."""
     path = base_of(path) if is_adapter(path) else path
     try:
         config = GenerationConfig.from_pretrained(path)

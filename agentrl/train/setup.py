@@ -111,7 +111,6 @@ def _holds_a_run(path: Path) -> bool:
 
 
 def _numbered(config: RunConfig) -> list[Path]:
-    """Returns the existing directories of this name, oldest first, and the next free one."""
     first = config.run.path
     if config.run.dir is not None:
         return [first]

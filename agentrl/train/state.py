@@ -350,7 +350,6 @@ def _moments(trained: Trained) -> dict[str, Tensor]:
 
 
 def _optimizer_groups(trained: Trained) -> list[JSON]:
-    """Returns each group's options, names of parameters and the optimizer's class."""
     groups: list[JSON] = []
     for index, parameters in enumerate(_parameters_by_group(trained)):
         options = {**trained.optimizer.param_groups[index], "params": list(parameters)}

@@ -64,7 +64,6 @@ def _move(trainer: Trainer, device: torch.device) -> None:
 
 
 def _resting(trainer: Trainer) -> Iterator[Tensor]:
-    """Yields the tensors that leave the device while servers sample."""
     yield from _state(trainer.learner)
     if trainer.critic is not None:
         yield from _tensors(trainer.critic.model)

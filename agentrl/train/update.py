@@ -451,7 +451,6 @@ def _policy_metrics(
     entropy: Tensor | None,
     rows: list[int],
 ) -> Mapping[str, Metric]:
-    """Computes the loss's metrics over some rows of a micro-batch."""
     index = torch.as_tensor(rows, device=logprobs.device)
     of_rows = None if entropy is None else entropy[index]
     return policy_loss(
@@ -501,7 +500,6 @@ def agreement(part: Batch, logprobs: Tensor, has_moved: bool) -> dict[str, Metri
 
 
 def _of_all_ranks(metrics: Mapping[str, Metric]) -> list[dict[str, Metric]]:
-    """Returns the metrics of every rank, on every rank."""
     if ranks.size() == 1:
         return [dict(metrics)]
     mine: Any = {name: [m.kind, *m.to_floats().parts] for name, m in metrics.items()}

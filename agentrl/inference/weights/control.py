@@ -223,7 +223,6 @@ class ServerControl:
         raise NotImplementedError
 
     async def _close(self, version: int) -> None:
-        """Ends the update and labels the weights."""
         raise NotImplementedError
 
     async def _resume(self, failure: BaseException | None) -> None:
