@@ -10,6 +10,7 @@ different seeds. In your own tasks, set the metadata `seed` and `options` to cho
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,7 +85,15 @@ class Actions:
             return written
         if kind == "Discrete" and isinstance(written, bool | float):
             raise TypeError("not a whole number")
-        return numpy.asarray(int(written) if kind == "Discrete" else written, self.space.dtype)[()]
+        if kind == "Discrete":
+            return numpy.asarray(int(written), self.space.dtype)[()]
+        values = numpy.asarray(json.loads(written) if isinstance(written, str) else written)
+        if values.dtype.kind not in ("biuf" if kind == "MultiBinary" else "iuf"):
+            raise TypeError("no array of numbers")
+        action = values.astype(self.space.dtype)
+        if numpy.issubdtype(action.dtype, numpy.integer) and (action != values).any():
+            raise ValueError("not whole numbers of this size")
+        return action
 
 
 def read_actions(space: Any, names: list[str]) -> Actions:
@@ -170,8 +179,15 @@ class GymnasiumEnvironment(Environment):
             arguments["render_mode"] = mode
         try:
             made = gymnasium.make(config.id, **arguments)
-        except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
+        except (gymnasium.error.Error, ModuleNotFoundError, TypeError, ValueError) as error:
             raise ConfigError(f"gymnasium.make({config.id!r}) failed: {error}") from error
+        modes = made.metadata.get("render_modes") or []
+        if mode is not None and mode not in modes:
+            made.close()
+            raise ConfigError(
+                f"observe = {config.observe!r} needs a drawing in the mode {mode!r}, but "
+                f"{config.id} draws in {', '.join(modes) or 'none'}; set observe to another value"
+            )
         space = made.observation_space
         if config.observe == "pixels" and not _is_picture(space.dtype, space.shape):
             made.close()
@@ -240,7 +256,7 @@ class GymnasiumEnvironment(Environment):
             return self._refuse(str(error))
         observation, reward, terminated, truncated, info = self.gym.step(member)
         self._result.reward += float(reward)
-        self._result.info |= {key: to_json(value) for key, value in info.items()}
+        self._result.info |= to_json(info)  # type: ignore[operator]
         if terminated or truncated:
             self._result.terminated, self._result.truncated = bool(terminated), bool(truncated)
             self.finish(truncated=not terminated)

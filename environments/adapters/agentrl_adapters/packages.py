@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 from types import ModuleType
+from typing import Any
 
 import orjson
 
@@ -35,7 +37,22 @@ def to_json(value: object) -> JSON:
     Arrays become lists, NaN and infinity become null, and other unsupported values their `repr`.
     """
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    return orjson.loads(orjson.dumps(value, default=_plain, option=options))
+    try:
+        return orjson.loads(orjson.dumps(value, default=_plain, option=options))
+    except TypeError:  # a key such as a tuple, an integer beyond 64 bits, a lone surrogate
+        return _walk(value)
+
+
+def _walk(value: Any) -> JSON:
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): _walk(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_walk(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return _walk(_plain(value))
 
 
 def _plain(value: object) -> object:

@@ -17,7 +17,7 @@ gymnasium = pytest.importorskip(
 from agentrl.env import Action, Task, ToolCall, connect  # noqa: E402
 from agentrl.errors import ConfigError, EnvError  # noqa: E402
 from agentrl.images import content_images, content_text  # noqa: E402
-from agentrl_adapters.gymnasium_env import GymnasiumEnvironment  # noqa: E402
+from agentrl_adapters.gymnasium_env import GymnasiumEnvironment, read_actions  # noqa: E402
 
 
 class Echo(gymnasium.Env):
@@ -297,3 +297,52 @@ def test_pixels_are_shown_as_images(opened, config, size):
 def test_observations_that_are_not_pixels_are_refused(opened):
     with pytest.raises(EnvError, match="instead of uint8"):
         opened("gymnasium", id="FrozenLake-v1", observe="pixels").reset("train", 0)
+
+
+SPACES = {
+    "box": gymnasium.spaces.Box(-1.0, 1.0, (2,)),
+    "scalar": gymnasium.spaces.Box(-2.0, 2.0, (1,)),
+    "bits": gymnasium.spaces.MultiBinary(3),
+    "counts": gymnasium.spaces.MultiDiscrete([3, 4]),
+    "bytes": gymnasium.spaces.Box(0, 255, (2,), numpy.uint8),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_members_of_array_spaces_are_read_as_json_text_and_as_values(name):
+    space = SPACES[name]
+    space.seed(1)
+    actions = read_actions(space, [])
+    for _ in range(20):
+        member = space.sample()
+        for written in (member.tolist(), json.dumps(member.tolist())):
+            read = actions.read(written)
+            assert read.dtype == space.dtype and (read == member).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("counts", [1.7, 2]),
+        ("counts", "[1.7, 2]"),
+        ("counts", [1, 9]),
+        ("bits", [0, 1]),
+        ("bytes", [300, 1]),
+        ("bytes", [-1, 1]),
+        ("box", "[0.1, "),
+        ("box", ["0.1", "0.2"]),
+        ("box", [True, False]),
+        ("box", {"x": 1}),
+        ("box", "NaN"),
+    ],
+)
+def test_what_is_no_member_is_refused(name, written):
+    with pytest.raises(ValueError, match="is no action"):
+        read_actions(SPACES[name], []).read(written)
+
+
+def test_a_drawing_that_the_environment_does_not_make_is_a_config_error():
+    with pytest.raises(ConfigError):
+        GymnasiumEnvironment.load_shared(
+            GymnasiumEnvironment.Config(id="CartPole-v1", observe="render")
+        )

@@ -67,3 +67,9 @@ def test_values_of_other_frameworks_become_json():
         "thing": "range(0, 2)",
         "pair": [1, None],
     }
+
+
+def test_what_one_encoder_refuses_becomes_json():
+    value = {(1, 2): 2**70, "deep": [{None: float("nan"), "\ud800": 1}], 3: {4}}
+    found = to_json(value)
+    assert found == {"(1, 2)": 2**70, "deep": [{"None": None, "\ud800": 1}], "3": [4]}
