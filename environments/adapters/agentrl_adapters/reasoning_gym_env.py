@@ -12,10 +12,13 @@ also evaluates it, so an answer can run code in this process. Those datasets are
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import logging
 import re
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,6 +35,10 @@ logger = logging.getLogger("agentrl.adapters")
 
 _TEST_SEED_OFFSET = 2**30
 """Most datasets seed task `i` with `seed + i`, so datasets with close seeds share tasks."""
+MAX_ENTRIES = 256
+"""Tasks that are kept after they were generated."""
+_NONSENSE = ("nan", "inf", "qzx", "-8675309")
+"""Answers that no grader may pay for, unless they are a task's own answer."""
 _EVALUATING = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\b(?=\()")
 
 
@@ -63,12 +70,20 @@ class Datasets:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while generating tasks, because some generators use the process-wide random state."""
 
+    _entries: OrderedDict[tuple[str, int], dict[str, Any]] = field(default_factory=OrderedDict)
+    """The last tasks, for the other members of their groups."""
+
     def entry(self, split: str, index: int) -> tuple[str, Any, dict[str, Any]]:
-        """Returns a task's dataset name, dataset and entry."""
+        """Returns a task's dataset name, dataset and entry, which is the caller's own."""
         which, row = index % len(self.names), index // len(self.names)
         dataset = self.by_split[split][which]
         with self.lock:
-            return self.names[which], dataset, dataset[row]
+            entry = self._entries.get((split, index))
+            if entry is None:
+                entry = self._entries[split, index] = dataset[row]
+                if len(self._entries) > MAX_ENTRIES:
+                    self._entries.popitem(last=False)
+        return self.names[which], dataset, copy.deepcopy(entry)
 
 
 @register("reasoning-gym", max_sessions=4096)
@@ -115,6 +130,11 @@ class ReasoningGymEnvironment(Environment):
                     f"the grader of reasoning-gym's dataset '{name}' may run the agent's answer as "
                     f"code ({called}); remove it from datasets, or set trust_answers where that "
                     "is harmless"
+                )
+            if paid := pays_for_nonsense(dataset):
+                raise ConfigError(
+                    f"the grader of reasoning-gym's dataset '{name}' pays for the answer "
+                    f"{paid!r}; remove it from datasets"
                 )
         return Datasets(list(settings), by_split)
 
@@ -190,6 +210,19 @@ def _make_dataset(package: Any, name: str, settings: dict[str, Any]) -> Any:
         return package.create_dataset(name, **settings)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"reasoning-gym's dataset '{name}': {error}") from error
+
+
+def pays_for_nonsense(dataset: Any) -> str:
+    """Returns nonsense that scores 1 in one of the first tasks; "" if there is none."""
+    for row in range(min(3, len(dataset))):
+        entry = dataset[row]
+        for answer in _NONSENSE:
+            if answer == str(entry["answer"]):
+                continue
+            with contextlib.suppress(Exception):  # graders raise whatever their parsing raises
+                if dataset.score_answer(answer, entry) >= 0.99:
+                    return answer
+    return ""
 
 
 def evaluates_answers(dataset: Any) -> str:

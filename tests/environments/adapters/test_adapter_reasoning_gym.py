@@ -177,3 +177,26 @@ def test_the_oracle_scores_one(answer):
             assert (await take_turn(env, action)).reward == 1.0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["complex_arithmetic", "game_of_life_halting"])
+def test_a_grader_that_pays_for_nonsense_is_refused(name):
+    config = ReasoningGymEnvironment.Config(datasets=name, train_size=4, test_size=2)
+    with pytest.raises(ConfigError):
+        ReasoningGymEnvironment.load_shared(config)
+
+
+def test_a_task_is_generated_once_for_its_group():
+    config = ReasoningGymEnvironment.Config(datasets="leg_counting", train_size=4, test_size=2)
+    shared = ReasoningGymEnvironment.load_shared(config)
+    asked = []
+
+    class Counted:
+        def __getitem__(self, row):
+            asked.append(row)
+            return datasets[row]
+
+    datasets = shared.by_split["train"][0]
+    shared.by_split["train"] = [Counted()]
+    one, other = (shared.entry("train", 2)[2] for _ in range(2))
+    assert one == other and one is not other and asked == [2]
