@@ -173,27 +173,16 @@ def read_evaluation(folder: Path, *, images: bool = False) -> tuple[RunConfig, l
     Raises:
         DataError: the folder holds no evaluation, or a record is damaged.
     """
-    config, episodes = open_episodes(folder, images=images)
-    return config, list({t.trajectory_id: t for t in episodes}.values())
-
-
-def open_episodes(folder: Path, *, images: bool = False) -> tuple[RunConfig, Iterator[Trajectory]]:
-    """Returns the configuration of an evaluation or a run, and an iterator that reads its episodes.
-
-    Of several episodes with the same id, the last one counts.
-
-    Raises:
-        DataError: the folder holds no episodes; while iterating: a record is damaged.
-    """
     if not (folder / CONFIG_FILE).is_file():
         raise DataError(f"{folder}: no {CONFIG_FILE}; name a folder of agentrl eval --out")
-    episodes = (
-        trajectory
+    # Of several episodes with the same id, the last one counts.
+    episodes = {
+        trajectory.trajectory_id: trajectory
         for each in (folder, *sorted(folder.glob("shard_*_of_*")))
         if (each / "trajectories").is_dir()
         for _, trajectory in read_trajectories(each, images=images)
-    )
-    return load_config(folder / CONFIG_FILE, []), episodes
+    }
+    return load_config(folder / CONFIG_FILE, []), [*episodes.values()]
 
 
 def _require_same(file: Path, config: RunConfig) -> None:
