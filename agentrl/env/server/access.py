@@ -14,6 +14,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.env import protocol
 from agentrl.env.protocol import make_error
@@ -39,7 +40,7 @@ class Access:
         """Raises an error if a request is to be refused.
 
         Args:
-            headers: a name in lower case -> its values.
+            headers: from `headers_of`.
 
         Raises:
             EnvError: `forbidden`: host or origin; `unauthorized`: token; `invalid_request`: the
@@ -58,6 +59,14 @@ class Access:
         spoken = headers.get(_PROTOCOL_HEADER)
         if spoken is not None and spoken[0] != protocol.PROTOCOL_VERSION:
             _check_version(path, spoken[0])
+
+
+def headers_of(scope: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns the headers of an ASGI request: a name in lower case -> its values."""
+    headers: dict[str, list[str]] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+    return headers
 
 
 def usable_token(token: str | None) -> str | None:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.env import protocol
 from agentrl.env.protocol import make_error
-from agentrl.env.server.access import Access
+from agentrl.env.server.access import Access, headers_of
 from agentrl.errors import EnvError
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -49,9 +49,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+        headers = headers_of(scope)
         message = {"type": "http.request", "body": b"", "more_body": False}
 
         async def receive_read() -> Any:

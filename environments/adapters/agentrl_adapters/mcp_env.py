@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,8 @@ from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.registry import register
 from agentrl.env.rows import read_rows
 from agentrl.env.secret import Secret
-from agentrl.errors import ConfigError, DataError, EnvUnavailable, SessionLost
-from agentrl.images import content_of_parts, read_image
+from agentrl.errors import ConfigError, DataError, EnvUnavailable, ImageError, SessionLost
+from agentrl.images import Image, content_of_parts, read_image
 from agentrl.types import JSON, Action, Content, Task, ToolSpec
 from agentrl_adapters.packages import import_package, to_json
 
@@ -150,12 +151,17 @@ def _for_target(base: type[McpEnvironment], target: str) -> type[Environment]:
 
 
 def _read_tasks(split: str, path: Path) -> list[Task]:
-    tasks = []
+    tasks: list[Task] = []
+    seen: dict[str, str] = {}
     for number, (place, row) in enumerate(read_rows(path)):
         prompt = row.pop("prompt", None)
         if not isinstance(prompt, str | list) or not prompt:
             raise DataError(f"{place}: `prompt` is missing; give a string or messages")
-        identifier = str(row.pop("id", f"{split}/{number}"))
+        given = row.pop("id", None)
+        identifier = f"{split}/{number}" if given is None else str(given)
+        if identifier in seen:
+            raise DataError(f"{place}: the id {identifier!r} was given to {seen[identifier]}")
+        seen[identifier] = place
         reference: Any = to_json(row.pop("reference", None))
         metadata: Any = to_json(row)
         tasks.append(Task(identifier, prompt, reference, metadata))
@@ -279,14 +285,11 @@ class Connection:
         text = "\n".join(_text_of(each) for each in result.content)
         if result.is_error:
             raise ToolFailed(text)
+        if not text and result.structured_content is not None:
+            return json.dumps(to_json(result.structured_content), ensure_ascii=False)
         if not (self._config.show_images and any(map(_is_image, result.content))):
             return text
-        return content_of_parts(
-            [
-                read_image(base64.b64decode(each.data)) if _is_image(each) else _text_of(each)
-                for each in result.content
-            ]
-        )
+        return content_of_parts(list(map(_shown, result.content)))
 
     async def close(self) -> None:
         """Closes the connection and ends the server's process if this class started it."""
@@ -305,6 +308,16 @@ _CONNECTION_CLOSED = -32000
 
 def _is_image(block: Any) -> bool:
     return block.type == "image" and block.mime_type in ("image/png", "image/jpeg")
+
+
+def _shown(block: Any) -> Image | str:
+    """Returns a block of a tool's result as an image or a text."""
+    if not _is_image(block):
+        return _text_of(block)
+    try:
+        return read_image(base64.b64decode(block.data))
+    except (ImageError, ValueError) as error:  # the server's fault, which the agent may work around
+        return f"[{block.type} {block.mime_type} that cannot be read: {error}]"
 
 
 def _text_of(block: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from agentrl.env import registry
 from agentrl.env.base import Environment
 from agentrl.env.client import EnvSession, in_process
-from agentrl.env.server.access import Access, usable_token
+from agentrl.env.server.access import Access, headers_of, usable_token
 from agentrl.errors import EnvError
 from agentrl.images import content_parts, join_contents, mcp_blocks
 from agentrl.types import JSON, Action, Content, ToolCall, ToolSpec
@@ -217,7 +217,7 @@ def make_mcp_app(
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             try:
-                access.check(scope["path"], scope["headers"])
+                access.check(scope["path"], headers_of(scope))
             except EnvError as error:
                 headers = [(b"content-type", b"text/plain; charset=utf-8")]
                 start = {"type": "http.response.start", "status": error.status, "headers": headers}

@@ -24,7 +24,7 @@ from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from agentrl.env import registry
 from agentrl.env.base import Environment
 from agentrl.env.client import EnvClient, EnvSession, in_process
-from agentrl.env.server.access import Access, usable_token
+from agentrl.env.server.access import Access, headers_of, usable_token
 from agentrl.errors import EnvError
 from agentrl.images import content_text
 from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
@@ -95,7 +95,7 @@ def make_openenv_app(
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:
         try:
-            access.check("/ws", socket.scope["headers"])
+            access.check("/ws", headers_of(socket.scope))
         except EnvError as error:
             await socket.close(1008, str(error))
             return

@@ -12,7 +12,7 @@ import uvicorn
 
 from agentrl.env import Action, Environment, Task, connect, make, register, resolve, tool
 from agentrl.env.check import load_subject, run_check
-from agentrl.errors import EnvError
+from agentrl.errors import DataError, EnvError
 from agentrl_adapters.mcp_server import make_mcp_app, make_mcp_server
 
 SERVER = '''
@@ -259,3 +259,31 @@ def test_it_passes_the_conformance_kit(shelf):
         assert {each.status for each in results} == {"pass"}, results
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("ids", [(1, "1"), ("a", "a")])
+def test_two_tasks_of_one_id_are_refused(tmp_path, ids):
+    from agentrl_adapters.mcp_env import _read_tasks
+
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "q", "id": each}) + "\n" for each in ids))
+    with pytest.raises(DataError, match="line 2"):
+        _read_tasks("train", file)
+
+
+def test_a_null_id_is_no_id(tmp_path):
+    from agentrl_adapters.mcp_env import _read_tasks
+
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "q", "id": null}\n{"prompt": "q", "id": 0}\n')
+    assert [task.id for task in _read_tasks("train", file)] == ["train/0", "0"]
+
+
+def test_an_image_that_cannot_be_read_is_shown_as_a_text():
+    from types import SimpleNamespace
+
+    from agentrl_adapters.mcp_env import _shown
+
+    for data in ("!!", "AAAA"):
+        block = SimpleNamespace(type="image", mime_type="image/png", data=data)
+        assert "cannot be read" in _shown(block)
