@@ -353,10 +353,16 @@ def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
 @pytest.mark.slow
 def test_a_mixture_learns_with_the_routes_that_it_was_sampled_with(tmp_path):
     tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
-    model = tiny_model("qwen3_moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model = tiny_model(
+        "qwen3_moe",
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=256,
+    )
     model.save_pretrained(tmp_path / "mixture")
     tokenizer.save_pretrained(tmp_path / "mixture")
     settings = ["--model.path", str(tmp_path / "mixture"), "--model.dtype", "bfloat16"]
+    settings += ["--run.preflight", "false"]  # a random model has no rewards
     chosen = read_metrics(run(tmp_path / "chosen", *settings))
     settings += ["--train.router_replay", "true"]
     whole = run(tmp_path / "whole", *settings)

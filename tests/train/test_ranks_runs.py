@@ -94,10 +94,16 @@ def played(run_dir: Path) -> list[tuple]:
 @pytest.mark.slow
 def test_a_mixture_on_two_ranks_learns_with_the_routes_that_it_was_sampled_with(tmp_path):
     tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
-    model = tiny_model("qwen3_moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model = tiny_model(
+        "qwen3_moe",
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=256,
+    )
     model.save_pretrained(tmp_path / "mixture")
     tokenizer.save_pretrained(tmp_path / "mixture")
     settings = ["--model.path", str(tmp_path / "mixture"), "--run.num_steps", "2"]
+    settings += ["--run.preflight", "false"]  # a random model has no rewards
     run_dir = train(2, tmp_path / "run", *settings, "--train.router_replay", "true")
     metrics = read_metrics(run_dir)
     assert [each["train/unrouted"] for each in metrics] == [0, 0]
