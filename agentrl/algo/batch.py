@@ -135,7 +135,12 @@ class Batch:
 
 
 _PER_ROW = {
-    *("rewards", "group_ids", "trajectory_ids", "env_ids", "truncated", "baselines"),
+    "rewards",
+    "group_ids",
+    "trajectory_ids",
+    "env_ids",
+    "truncated",
+    "baselines",
     "off_policy_scale",
 }
 _PER_TURN = {"reward_components", "turn_rewards", "state_ids"}

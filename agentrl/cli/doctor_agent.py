@@ -180,8 +180,13 @@ async def check(
             ended: list[Trajectory] = []
             await play_agent(
                 Episode(
-                    *(f"check-{number}", "check", f"{__name__}:OneTask"),
-                    *("check", 0, 0, config),
+                    f"check-{number}",
+                    "check",
+                    f"{__name__}:OneTask",
+                    "check",
+                    0,
+                    0,
+                    config,
                 ),
                 agents,
                 _Policy(script, renderer, 4096, 1 << 20),

@@ -187,15 +187,20 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
     ]
     spent = [
         [
-            *(cell["model"], cell["benchmark"], f"{cell['num_samples']}", f"{cell['num_failed']}"),
-            *(f"{cell['tokens_read']:,.0f}", f"{cell['tokens_sampled']:,.0f}"),
+            cell["model"],
+            cell["benchmark"],
+            f"{cell['num_samples']}",
+            f"{cell['num_failed']}",
+            f"{cell['tokens_read']:,.0f}",
+            f"{cell['tokens_sampled']:,.0f}",
             f"{cell['seconds'] / max(cell['num_samples'], 1):.2f}",
         ]
         for cell in result["cells"]
     ]
     compared = [
         [
-            *(row["benchmark"], f"{row['model']} - {row['against']}"),
+            row["benchmark"],
+            f"{row['model']} - {row['against']}",
             row["shown"],
             f"{row['p_value']:.3g}",
         ]
@@ -212,7 +217,12 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
         (
             "Spent",
             [
-                *("model", "benchmark", "samples", "failed", "tokens read", "tokens sampled"),
+                "model",
+                "benchmark",
+                "samples",
+                "failed",
+                "tokens read",
+                "tokens sampled",
                 "s per episode",
             ],
             spent,

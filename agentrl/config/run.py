@@ -39,9 +39,13 @@ from agentrl.config.toml_text import toml_text
 from agentrl.errors import ConfigError
 
 _LIMITS = {
-    *("max_turns", "max_turn_tokens"),
-    *("turn_timeout_s", "step_timeout_s", "episode_timeout_s"),
-    *("sampler", "sampler_stages"),
+    "max_turns",
+    "max_turn_tokens",
+    "turn_timeout_s",
+    "step_timeout_s",
+    "episode_timeout_s",
+    "sampler",
+    "sampler_stages",
 }
 
 

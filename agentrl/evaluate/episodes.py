@@ -36,8 +36,17 @@ _FAILED_FOR_GOOD = {"env_error", "grader_error", "no_reference"}
 # What may differ when an evaluation goes on: where things run, how patiently, and how much of it.
 _MAY_DIFFER = {
     "run": {
-        *("name", "dir", "resume", "force_resume", "stall_timeout_s"),
-        *("eval_every", "keep_best", "patience", "num_steps", "save_every", "keep_checkpoints"),
+        "name",
+        "dir",
+        "resume",
+        "force_resume",
+        "stall_timeout_s",
+        "eval_every",
+        "keep_best",
+        "patience",
+        "num_steps",
+        "save_every",
+        "keep_checkpoints",
     },
     "env": {"url", "token"},
     "inference": {"urls", "token", "python", "num_servers", "args", "weights_dir"},

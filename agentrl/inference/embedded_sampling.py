@@ -172,8 +172,10 @@ def sample(
     order = sorted(
         range(len(requests)),
         key=lambda i: (
-            *(requests[i].batch_key, requests[i].max_length),
-            *(requests[i].prefill_key, requests[i].request_id),
+            requests[i].batch_key,
+            requests[i].max_length,
+            requests[i].prefill_key,
+            requests[i].request_id,
         ),
     )
     results: dict[int, SampledTurn] = {}

@@ -170,7 +170,9 @@ class ServerLauncher:
         )
         try:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-c", self._program.ask_platform),
+                python,
+                "-c",
+                self._program.ask_platform,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

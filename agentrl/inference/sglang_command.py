@@ -17,15 +17,24 @@ def server_command(
     """Returns the command line of an SGLang server; see `MakesCommand`."""
     path = Path(settings.model)
     command = [
-        *(settings.python, "-m", "sglang.launch_server"),
-        *("--model-path", str(path.resolve()) if path.is_dir() else settings.model),
-        *("--served-model-name", settings.served_model_name),
-        *("--dtype", settings.dtype),
-        *("--random-seed", str(settings.seed)),
+        settings.python,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(path.resolve()) if path.is_dir() else settings.model,
+        "--served-model-name",
+        settings.served_model_name,
+        "--dtype",
+        settings.dtype,
+        "--random-seed",
+        str(settings.seed),
         # Ignore the model's own sampling defaults.
-        *("--sampling-defaults", "openai"),
-        *("--log-level-http", "warning"),
-        *("--host", host),
+        "--sampling-defaults",
+        "openai",
+        "--log-level-http",
+        "warning",
+        "--host",
+        host,
     ]
     if settings.dtype == "bfloat16":
         # Compute logits in float32, as the trainer does.
@@ -35,9 +44,15 @@ def server_command(
     if platform == "cpu":
         num_tokens = max(_CPU_TOKENS, 4 * (settings.max_model_len or 0))
         command += [
-            *("--device", "cpu", "--attention-backend", "torch_native"),
-            *("--sampling-backend", "pytorch", "--disable-overlap-schedule"),
-            *("--max-total-tokens", str(num_tokens)),
+            "--device",
+            "cpu",
+            "--attention-backend",
+            "torch_native",
+            "--sampling-backend",
+            "pytorch",
+            "--disable-overlap-schedule",
+            "--max-total-tokens",
+            str(num_tokens),
         ]
     elif settings.sleeps:
         command.append("--enable-memory-saver")

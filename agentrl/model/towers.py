@@ -21,8 +21,13 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import ShownImage
 
 EXACT_FAMILIES = (
-    *("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"),
-    *("llava_next", "internvl", "mistral3"),
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "idefics3",
+    "smolvlm",
+    "llava_next",
+    "internvl",
+    "mistral3",
 )
 """Families whose rows with images were compared with their own forward pass. Gemma is not among
 them: its images are attended to in both directions, which neither packed rows nor the embedded

@@ -32,10 +32,22 @@ _ROLES: dict[str, Role] = {
 }
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _READ = {
-    *("role", "content", "name", "refusal", "tool_calls", "tool_call_id", "function_call"),
+    "role",
+    "content",
+    "name",
+    "refusal",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
     *_REASONING,
     # Of clients and providers: they name, mark or cache what is read.
-    *("id", "type", "status", "annotations", "cache_control", "is_error", "weight"),
+    "id",
+    "type",
+    "status",
+    "annotations",
+    "cache_control",
+    "is_error",
+    "weight",
 }
 
 

@@ -128,7 +128,8 @@ class HeldOut:
             return
         logger.warning(
             "%s was best at step %d, whose checkpoint is gone; the next evaluation counts as best",
-            *(self._key, self.best_step),
+            self._key,
+            self.best_step,
         )
         (root / BEST_NAME).unlink(missing_ok=True)
         self.best = self.best_step = None

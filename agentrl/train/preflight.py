@@ -50,7 +50,8 @@ class FirstRewards:
         weighted, by_length = bool(spec.weights), spec.overlong is not None
         self.seen |= {
             (
-                *(t.reward, t.num_sampled_tokens * by_length),
+                t.reward,
+                t.num_sampled_tokens * by_length,
                 *sorted(t.reward_components.items()) * weighted,
             )
             for t in scored

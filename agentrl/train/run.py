@@ -388,7 +388,10 @@ def save_first(run: Run, display: Display) -> None:
         logger.warning(
             "%s has %.1f GB free, but run.keep_checkpoints = %d checkpoints and the one being "
             "written need %.1f GB more; free some space or lower run.keep_checkpoints",
-            *(run.run_dir, free / 1e9, run.config.run.keep_checkpoints, needed / 1e9),
+            run.run_dir,
+            free / 1e9,
+            run.config.run.keep_checkpoints,
+            needed / 1e9,
         )
 
 

@@ -34,8 +34,15 @@ logger = logging.getLogger(__name__)
 
 PAGES = Path(__file__).with_name("pages")
 SCRIPTS = (
-    *("dom.js", "plot.js", "markdown.js"),
-    *("runs.js", "run.js", "groups.js", "trajectory.js", "evaluations.js", "main.js"),
+    "dom.js",
+    "plot.js",
+    "markdown.js",
+    "runs.js",
+    "run.js",
+    "groups.js",
+    "trajectory.js",
+    "evaluations.js",
+    "main.js",
 )
 """In the order in which they are loaded."""
 STYLE = "style.css"

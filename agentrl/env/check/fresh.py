@@ -75,7 +75,9 @@ async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
 async def _run(request: dict[str, Any], hash_seed: str) -> FreshRun | None:
     with tempfile.TemporaryDirectory(prefix="agentrl-fresh-", ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agentrl.env.check.fresh"),
+            sys.executable,
+            "-m",
+            "agentrl.env.check.fresh",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

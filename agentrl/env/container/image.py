@@ -26,9 +26,23 @@ from agentrl.errors import ConfigError
 _ADDED = ".agentrl"
 """Folder that this command adds to a build context; the Dockerfile copies it to /deps."""
 _LEFT_OUT = shutil.ignore_patterns(
-    *(".agentrl", ".cache", ".env", ".git", ".hypothesis", ".mypy_cache", ".pytest_cache"),
-    *(".ruff_cache", ".tox", ".venv", "__pycache__", "node_modules", "runs", "venv"),
-    *("*.egg-info", "*.pyc", "*.pyo"),
+    ".agentrl",
+    ".cache",
+    ".env",
+    ".git",
+    ".hypothesis",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".tox",
+    ".venv",
+    "__pycache__",
+    "node_modules",
+    "runs",
+    "venv",
+    "*.egg-info",
+    "*.pyc",
+    "*.pyo",
 )
 """Files of a project that are left out of the context, whatever its .dockerignore says."""
 

@@ -40,8 +40,14 @@ REASON_S = 5.0
 REST_S = 60.0
 """Seconds that the trainer may take to finish a transfer after the server has finished."""
 DTYPES = (
-    *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
 )
 """The dtypes that both NCCL and gloo can send."""
 

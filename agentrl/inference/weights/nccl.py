@@ -132,8 +132,13 @@ class Communicator(Group):
                 place = ctypes.c_void_p(tensor.data_ptr())
                 self._library.call(
                     "ncclBroadcast",
-                    *(place, place, tensor.numel(), _DTYPES[tensor.dtype], 0),
-                    *(self._handle, stream),
+                    place,
+                    place,
+                    tensor.numel(),
+                    _DTYPES[tensor.dtype],
+                    0,
+                    self._handle,
+                    stream,
                 )
 
     def abort(self) -> None:

@@ -92,7 +92,11 @@ class CommandRunner:
                 environment = {k: v for k, v in environment.items() if k not in _BESIDE_HOME}
             with output.open("wb") as out, errors.open("wb") as err:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, guard.__file__, str(os.getpid()), str(GRACE_S), *command),
+                    sys.executable,
+                    guard.__file__,
+                    str(os.getpid()),
+                    str(GRACE_S),
+                    *command,
                     cwd=cwd,
                     env=environment,
                     stdin=asyncio.subprocess.PIPE,  # closed: the guard ends everything

@@ -366,8 +366,15 @@ class AgentServer:
         failure = loop.create_future()
         url = f"{self.url}/e/{key}/v1"
         live = Live(
-            *(key, url, recorder, max_turns, turn_timeout_s),
-            *(failure, loop.create_future(), on_turn, tools),
+            key,
+            url,
+            recorder,
+            max_turns,
+            turn_timeout_s,
+            failure,
+            loop.create_future(),
+            on_turn,
+            tools,
         )
         self._live[key] = live
         try:

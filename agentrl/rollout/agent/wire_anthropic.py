@@ -22,8 +22,19 @@ from agentrl.rollout.agent.wire import (
 from agentrl.rollout.messages import RequestRefused, read_messages, read_tools
 
 _READ = {
-    *("model", "messages", "system", "tools", "tool_choice", "stream", "metadata", "betas"),
-    *("max_tokens", "stop_sequences", "output_config", "output_format", "thread"),
+    "model",
+    "messages",
+    "system",
+    "tools",
+    "tool_choice",
+    "stream",
+    "metadata",
+    "betas",
+    "max_tokens",
+    "stop_sequences",
+    "output_config",
+    "output_format",
+    "thread",
 }
 _NOT_SERVED = ("context_management", "mcp_servers", "container", "compaction")
 """Keys by which a provider changes what the model reads."""

@@ -24,10 +24,28 @@ from agentrl.rollout.agent.wire import (
 from agentrl.rollout.messages import RequestRefused, read_messages, read_tools
 
 _READ = {
-    *("input", "instructions", "model", "tools", "tool_choice", "stream", "store", "include"),
-    *("metadata", "parallel_tool_calls", "user", "prompt_cache_key", "stream_options"),
-    *("previous_response_id", "conversation", "prompt", "background", "service_tier"),
-    *("text", "truncation", "max_output_tokens", "client_metadata"),
+    "input",
+    "instructions",
+    "model",
+    "tools",
+    "tool_choice",
+    "stream",
+    "store",
+    "include",
+    "metadata",
+    "parallel_tool_calls",
+    "user",
+    "prompt_cache_key",
+    "stream_options",
+    "previous_response_id",
+    "conversation",
+    "prompt",
+    "background",
+    "service_tier",
+    "text",
+    "truncation",
+    "max_output_tokens",
+    "client_metadata",
 }
 
 
