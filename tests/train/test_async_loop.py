@@ -99,16 +99,18 @@ def test_every_trained_token_is_within_the_bound_and_no_task_is_lost(
         assert metrics[-1]["rollout/staleness_max"] > 0
 
 
-def swapped(answers, number):
-    """Every third call gets the answer to another prompt."""
-    return answers[number - 1] if number % 3 == 2 else answers[number]
+def swapped(answers):
+    """Two of three calls get the newest answer to another prompt."""
+    prompt, own = answers[-1]
+    others = [answer for asked, answer in answers if asked != prompt]
+    return others[-1] if others and len(answers) % 3 else own
 
 
-def wrong_ids(answers, number):
+def wrong_ids(answers):
     """One token in ten is another than the one that was sampled."""
-    ids = [(each + 7) % 300 if at % 10 == 0 else each
-           for at, each in enumerate(answers[number].token_ids)]  # fmt: skip
-    return replace(answers[number], token_ids=ids)
+    _, own = answers[-1]
+    ids = [(each + 7) % 300 if at % 10 == 0 else each for at, each in enumerate(own.token_ids)]
+    return replace(own, token_ids=ids)
 
 
 @pytest.mark.parametrize("wrong", [swapped, wrong_ids])
@@ -119,17 +121,24 @@ def test_wrong_answers_of_an_engine_end_the_run(
 ):
     generate, answers = EmbeddedEngine.generate, []
 
-    async def spoilt(self, request_id, *arguments):
-        answer = await generate(self, request_id, *arguments)
+    async def spoilt(self, request_id, prompt_ids, *arguments):
+        answer = await generate(self, request_id, prompt_ids, *arguments)
         if self.policy_version < from_step - 1:
             return answer
-        answers.append(answer)
-        given = wrong(answers, len(answers) - 1)
+        answers.append((prompt_ids, answer))
+        given = wrong(answers)
         return replace(given, versions=[answer.versions[0]] * len(given.token_ids))
 
     monkeypatch.setattr(EmbeddedEngine, "generate", spoilt)
     with pytest.raises(TrainingError, match="sampler and trainer differ"):
-        run(tmp_path / "run", "--rollout.max_staleness", str(max_staleness))
+        # Of answers that were wrong before their step, only the newest policy's are judged.
+        run(
+            tmp_path / "run",
+            "--rollout.max_staleness",
+            str(max_staleness),
+            "--run.num_steps",
+            "12",
+        )
 
 
 def test_a_resumed_run_plays_again_what_no_step_trained_on(tmp_path, syncs):

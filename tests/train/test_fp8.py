@@ -52,7 +52,13 @@ async def test_experts_are_refused(tmp_path):
 
 
 def test_servers_are_started_with_it(tmp_path, capsys):
-    words = ["inference", "command", str(EXAMPLES / "vllm_cpu" / "run.toml"), "--platform", "cuda"]
+    words = [
+        "launch",
+        str(EXAMPLES / "vllm_cpu" / "run.toml"),
+        "--print-servers",
+        "--platform",
+        "cuda",
+    ]
     words += ["--plugin-dir", str(tmp_path / "plugin"), "--inference.python", "vllm-env/bin/python"]
     words += ["--model.dtype", "bfloat16"]
     assert main([*words, "--inference.quantization", "fp8"]) == 0
