@@ -68,7 +68,7 @@ class AgentContainerTest(Environment):
 
 
 def containers():
-    command = ["docker", "ps", "-aq", "--filter", "label=agentrl.run=pool"]
+    command = ["docker", "ps", "-aq", "--filter", "label=agentrl.run=agent"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -188,7 +188,7 @@ rollout = {{ groups_per_step = 2, group_size = 2, max_turn_tokens = 8, max_conte
     def left(process):
         """Containers of a process, which the label of its owner names."""
         shape = '{{.ID}} {{.Label "agentrl.owner"}}'
-        listing = ["docker", "ps", "-a", "--filter", "label=agentrl.run=pool", "--format", shape]
+        listing = ["docker", "ps", "-a", "--filter", "label=agentrl.run=agent", "--format", shape]
         listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
         return [line for line in listed.splitlines() if f"/{process.pid}/" in line]
 

@@ -70,7 +70,7 @@ def test_the_recipe_trains_for_two_steps(fixture_dir, engine, tmp_path):
     run["env"]["config"] |= {"memory_mb": 1024, "min_free_gb": 2}
     run["inference"] = {"backend": "embedded"}
     run["rollout"] |= {"groups_per_step": 2, "group_size": 2, "max_turns": 2, "max_waves": 1}
-    run["rollout"] |= {"max_turn_tokens": 32, "max_context_tokens": 6144, "max_staleness": 0}
+    run["rollout"] |= {"max_turn_tokens": 32, "max_context_tokens": 4096, "max_staleness": 0}
     run["rollout"]["keep"] = []  # this model solves nothing
     del run["train"]["parallel"]
     run_file = tmp_path / "run.toml"
