@@ -60,16 +60,6 @@ class CountsWithAnIterator(Good):
 
 
 @listed
-class KeepsNotesInADatabaseFile(Good):
-    @tool
-    def add(self, number: int) -> str:
-        with contextlib.closing(sqlite3.connect(f"{_file}.db", timeout=60)) as database, database:
-            database.execute("CREATE TABLE IF NOT EXISTS notes (n INTEGER)")
-            database.execute("INSERT INTO notes VALUES (1)")
-            return f"{database.execute('SELECT count(*) FROM notes').fetchone()[0]} notes."
-
-
-@listed
 class SharesWhatLoadSharedConnected(Good):
     @classmethod
     def load_shared(cls, config):

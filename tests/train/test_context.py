@@ -165,7 +165,7 @@ def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
 def test_ranks_with_a_wrong_port_end_within_the_same_limit():
     """Rank 0 waits for one that asks a program that never answers."""
     program = (
-        "import sys, torch; from agentrl.train import ranks; "
+        "import sys, torch; from agentrl.model import ranks; "
         "from agentrl.config import ParallelSection; ranks._CONNECTING_S = 2.0; "
         "ranks.join(torch.device('cpu'), ParallelSection(meeting_s=2))"
     )
@@ -195,7 +195,7 @@ def test_ranks_with_a_wrong_port_end_within_the_same_limit():
 @pytest.mark.slow
 def test_a_rank_of_several_ends_at_once_with_what_was_registered_for_its_end():
     program = (
-        "import atexit; from agentrl.train import ranks; atexit.register(print, 'handled'); "
+        "import atexit; from agentrl.model import ranks; atexit.register(print, 'handled'); "
         "ranks.end_process(0); print('alone'); ranks._watchdog = object(); "
         "ranks.end_process(3); print('never')"
     )

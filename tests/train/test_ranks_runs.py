@@ -78,7 +78,11 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def logprob_free(rows: list[dict]) -> list[dict]:
     """Drops the metrics of rounding, and the loss, which is zero but for rounding."""
     return [
-        {k: v for k, v in row.items() if "logprob_diff" not in k and not k.startswith("loss/")}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("loss/", "policy/fresh_diff")) and "logprob_diff" not in k
+        }
         for row in untimed(rows)
     ]
 
