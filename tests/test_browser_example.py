@@ -121,7 +121,7 @@ def test_sixteen_agents_order_over_http_and_start_over_when_the_server_is_killed
 
 
 def test_the_environment_keeps_its_promises():
-    names = ["tools", "close", "schema", "determinism", "oracle", "leaks"]
+    names = ["tools", "close", "schema", "ends", "determinism", "oracle"]
     only = [word for name in names for word in ("--only", name)]
     assert main(["env", "check", SHOP, *only]) == 0
 
