@@ -148,7 +148,6 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
         (ChatCompletions(), {"messages": [{"role": "tool", "content": "x"}]}, "whole history"),
         (Responses(), {"input": [FOUND]}, "whole history"),
         (AnthropicMessages(), {**ASK, "mcp_servers": [{"url": "u"}]}, "mcp_servers"),
-        (AnthropicMessages(), {**ASK, "context_management": {"edits": []}}, "context_management"),
         (AnthropicMessages(), {"messages": [*ASK["messages"], BEGUN]}, "the last message is"),
         (AnthropicMessages(), {"messages": []}, "at least one"),
         (
@@ -305,6 +304,9 @@ def test_a_call_of_older_logs_is_a_tool_call():
 def test_keys_of_messages_without_a_meaning_are_known():
     messages = [{**user("q"), "mood": "good", "cache_control": {"type": "ephemeral"}}]
     assert ChatCompletions().read({"messages": messages}).unread == ("mood",)
+    edits = {"edits": [{"type": "clear_tool_uses"}]}
+    call = AnthropicMessages().read({"messages": messages, "context_management": edits})
+    assert (call.unread, call.replaced) == (("context_management", "mood"), ())
 
 
 def test_a_response_that_is_not_stored_cannot_be_named():

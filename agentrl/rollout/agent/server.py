@@ -566,8 +566,8 @@ class AgentServer:
             )
         for name in call.unread:
             self._say(
-                f"an agent's messages have the key {name!r}, which the policy does not read (said "
-                "once)"
+                f"an agent sends {name}, which has no effect: the policy reads the texts, calls "
+                "and images of the messages, all of them (said once)"
             )
         for name in call.left_out:
             self._say(

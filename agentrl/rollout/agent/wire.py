@@ -63,7 +63,7 @@ class Call:
     unenforced: tuple[str, ...] = ()
     """Keys that ask for a form of the answer, which nothing enforces."""
     unread: tuple[str, ...] = ()
-    """Keys of messages that have no meaning here."""
+    """Keys of the request's messages, or about them, that have no effect."""
     left_out: tuple[str, ...] = ()
     """Tools that the policy is not offered, because it cannot call them."""
     max_tokens: int | None = None

@@ -36,8 +36,10 @@ _READ = {
     "output_format",
     "thread",
 }
-_NOT_SERVED = ("context_management", "mcp_servers", "container", "compaction")
-"""Keys by which a provider changes what the model reads."""
+_NOT_SERVED = ("mcp_servers", "container")
+"""Keys by which a provider adds to what the model reads."""
+_WITHOUT_EFFECT = ("context_management", "compaction")
+"""Keys by which a provider shortens a long history: here the policy reads all that is sent."""
 _KEPT = ("system", "tools")
 """What a thread keeps beside its messages, unless a request sends it again."""
 
@@ -68,7 +70,9 @@ class AnthropicMessages:
             body = self._continued(body, thread)
         choice = body.get("tool_choice") or {}
         chosen = choice.get("type", "auto")
-        replaced = [key for key in sorted(set(body) - _READ) if body[key] is not None]
+        unread = {key for key in _WITHOUT_EFFECT if body.get(key)}
+        others = set(body) - _READ - {*_WITHOUT_EFFECT}
+        replaced = [key for key in sorted(others) if body[key] is not None]
         forms = {
             "output_format": body.get("output_format"),
             "output_config.format": (body.get("output_config") or {}).get("format"),
@@ -88,12 +92,13 @@ class AnthropicMessages:
             ),
         }
         return Call(
-            messages=read_messages(messages),
+            messages=read_messages(messages, unread),
             tools=tools if chosen != "none" else [],
             model=str(body.get("model") or "policy"),
             stream=bool(body.get("stream")),
             replaced=(*replaced, *(["tool_choice"] if chosen in ("any", "tool") else [])),
             unenforced=tuple(key for key, form in forms.items() if form),
+            unread=tuple(sorted(unread)),
             left_out=left_out,
             max_tokens=read_limit(body, "max_tokens"),
             stop=tuple(each for each in body.get("stop_sequences") or () if each),
