@@ -6,6 +6,7 @@ decimal, a decimal is a number, and NaN and infinity are missing values.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -80,6 +81,8 @@ def metadata_of(row: dict[str, Any], metadata_key: str | None, where: str) -> di
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # which Windows' editors write
             if not line.strip():
                 continue
             try:

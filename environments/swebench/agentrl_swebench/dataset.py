@@ -235,13 +235,16 @@ def _rows(source: str, split: str | None) -> Iterator[tuple[str, dict[str, Any]]
 
 def _json_list(path: Path, what: str) -> list[dict[str, Any]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise DataError(f"file {path} does not exist") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} can't be read as JSON: {error}") from error
     if isinstance(content, dict):
-        content = list(content.values())
+        content = [
+            {"instance_id": key, **row} if isinstance(row, dict) else row
+            for key, row in content.items()
+        ]
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise DataError(f"{path} must be a JSON list of {what}")
     return content
@@ -294,8 +297,8 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
         prediction = _parse_prediction(row, place)
         if prediction.instance_id not in known:
             raise DataError(f"{place}: instance {prediction.instance_id} is not in the dataset")
-        if prediction.instance_id in predictions:
-            raise DataError(f"{place}: a second prediction for {prediction.instance_id}")
+        if predictions.get(prediction.instance_id, prediction) != prediction:
+            raise DataError(f"{place}: a second, other prediction for {prediction.instance_id}")
         predictions[prediction.instance_id] = prediction
     if not predictions:
         raise DataError(f"{path} holds no predictions")

@@ -179,10 +179,18 @@ def test_predictions_in_all_official_forms(tmp_path):
     jsonl = write(tmp_path / "p.jsonl", *rows)
     (tmp_path / "list.json").write_text(json.dumps(rows))
     (tmp_path / "map.json").write_text(json.dumps({row["instance_id"]: row for row in rows}))
+    bare = {name: {k: v for k, v in row.items() if k != "instance_id"}
+            for name, row in zip(("a__b-1", "a__b-2"), rows, strict=True)}  # fmt: skip
+    (tmp_path / "bare.json").write_text(json.dumps(bare))
+    (tmp_path / "marked.json").write_text("\ufeff" + json.dumps(rows))
+    (tmp_path / "marked.jsonl").write_text("\ufeff" + jsonl.read_text())
+    (tmp_path / "twice.json").write_text(json.dumps([*rows, rows[0]]))
     expected = load_predictions(jsonl, instances)
     assert [each.model_patch for each in expected] == ["p", ""]
     assert expected[0].row() == rows[0]
-    for name in ("list.json", "map.json"):
+    for name in ("list", "map", "bare", "marked", "twice"):
+        assert load_predictions(tmp_path / f"{name}.json", instances) == expected
+    for name in ("marked.jsonl",):
         assert load_predictions(tmp_path / name, instances) == expected
     gold = load_predictions("gold", instances)
     assert [each.model_patch for each in gold] == [ROW["patch"]] * 2
@@ -208,7 +216,7 @@ def test_predictions_of_what_agentrl_eval_played(tmp_path):
     ("rows", "message"),
     [
         ([prediction("c__d-9")], "c__d-9 is not in the dataset"),
-        ([prediction(), prediction()], "second prediction for a__b-1"),
+        ([prediction(), prediction(patch="q")], "second, other prediction for a__b-1"),
         ([prediction(), prediction("a__b-2", model="other")], "several models"),
         ([{"instance_id": "a__b-1", "model_patch": ""}], "model_name_or_path"),
         ([prediction(patch=3)], "model_patch must be text"),
