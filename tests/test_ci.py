@@ -1,4 +1,4 @@
-"""Which stages a change needs, and that none is left out in silence."""
+"""Checks which stages a change needs, and that none is left out in silence."""
 
 import os
 import shutil

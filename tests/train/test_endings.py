@@ -1,4 +1,4 @@
-"""What a run says when it begins or ends without having learned as its file says."""
+"""Checks what a run reports when it cannot learn, or did not, as its file says."""
 
 from pathlib import Path
 

@@ -46,7 +46,7 @@ RESUME_TIMEOUT_S = 10.0
 
 
 class ServerUnreachable(WeightSyncError):
-    """There is no connection, it was lost, or the engine is dead. The server may be restarting."""
+    """A server with which there is no connection, or whose engine is dead; it may be restarting."""
 
 
 class ServerSilent(WeightSyncError):

@@ -40,7 +40,7 @@ def register():
 
 
 def build(directory: Path) -> Path | None:
-    """The library; None where there is no C compiler."""
+    """Builds the library; returns None where there is no C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None
