@@ -1,7 +1,7 @@
 """Prints the stages of .ci/run that a change needs, one a line, after `.ci/paths.toml`.
 
-What changed is measured against the commit that .ci/passed names: the newest one at which every
-stage passed. Without it, or if it is not an ancestor, and with CI_ALL=1, every stage is needed.
+What changed is measured, for each stage, against the commit that .ci/passed/NAME names: the newest
+one at which it passed. Without it, or if it is not an ancestor, and with CI_ALL=1, it is needed.
 """
 
 import os
@@ -38,11 +38,11 @@ def git(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
-def changed_paths() -> list[str] | None:
-    """Returns what differs from the newest commit at which everything passed; None: unknown."""
-    if os.environ.get("CI_ALL") or not PASSED.is_file():
+def changed_paths(stage: str) -> list[str] | None:
+    """Returns what differs from the newest commit at which the stage passed; None: unknown."""
+    if os.environ.get("CI_ALL") or not (PASSED / stage).is_file():
         return None
-    commit = PASSED.read_text().strip()
+    commit = (PASSED / stage).read_text().strip()
     if not re.fullmatch("[0-9a-f]{40}", commit):
         return None
     if git("merge-base", "--is-ancestor", commit, "HEAD").returncode:
@@ -52,15 +52,17 @@ def changed_paths() -> list[str] | None:
 
 
 def main() -> None:
-    """Prints why, to standard error, and the stages in the table's order."""
-    paths = changed_paths()
-    if paths is None:
-        print("every stage: no earlier commit to compare with, or CI_ALL is set", file=sys.stderr)
-        needed = set(TABLE["stages"])
-    else:
-        print(f"{len(paths)} paths changed since all stages passed", file=sys.stderr)
-        needed = {stage for path in paths for stage in stages_of(path)}
-    print("\n".join(stage for stage in TABLE["stages"] if stage in needed))
+    """Prints each stage that is needed and, to standard error, because of which path."""
+    for stage in TABLE["stages"]:
+        paths = changed_paths(stage)
+        if paths is None:
+            print(f"{stage}: no earlier commit to compare with, or CI_ALL is set", file=sys.stderr)
+            print(stage)
+            continue
+        needing = [path for path in paths if stage in stages_of(path)]
+        if needing:
+            print(f"{stage}: {needing[0]} and {len(needing) - 1} more changed", file=sys.stderr)
+            print(stage)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Checks which stages a change needs, and that none is left out in silence."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def commit(checkout: Path, *paths: str) -> str:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     git("init", "--quiet", cwd=tmp_path)
-    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "passed").mkdir(parents=True)
     for name in ("stages.py", "paths.toml"):
         shutil.copy(ROOT / ".ci" / name, tmp_path / ".ci")
     return tmp_path
@@ -83,23 +84,24 @@ def test_patterns(pattern, path, expected):
 
 def test_stages_are_known_to_the_program():
     program = (ROOT / ".ci" / "run").read_text()
-    started = [
-        line.split()[1] for line in program.splitlines() if line.lstrip().startswith("stage ")
-    ]
-    assert sorted(started) == sorted(TABLE["stages"])
-    required = [line.split()[1] for line in program.splitlines() if line.startswith("required ")]
-    assert required == TABLE["required"]
+    started = re.findall(r"^\s*stage ([a-z-]+) \d+ ", program, re.MULTILINE)
+    assert sorted(started) == sorted([*TABLE["required"], *TABLE["stages"]])
+    assert f'always="{" ".join(TABLE["required"])}"' in program
 
 
-def test_only_what_changed_since_everything_passed(checkout):
+def test_only_what_changed_since_a_stage_passed(checkout):
     first = commit(checkout, "README.md")
     assert stages(checkout) == TABLE["stages"], "nothing has passed yet"
-    (checkout / ".ci" / "passed").write_text(first)
+    for stage in TABLE["stages"]:
+        (checkout / ".ci" / "passed" / stage).write_text(first)
     commit(checkout)
     assert stages(checkout) == []
-    commit(checkout, "docs/page.md", "agentrl/view/pages.py")
+    second = commit(checkout, "docs/page.md", "agentrl/view/pages.py")
     assert stages(checkout) == ["docs", "browser"]
     assert stages(checkout, CI_ALL="1") == TABLE["stages"]
+    (checkout / ".ci" / "passed" / "docs").write_text(second)
+    commit(checkout)
+    assert stages(checkout) == ["browser"]
     git("mv", "agentrl/view/pages.py", "agentrl/algo.py", cwd=checkout)
     commit(checkout)
     assert stages(checkout) == TABLE["stages"], "both names of a moved file count"
@@ -108,9 +110,52 @@ def test_only_what_changed_since_everything_passed(checkout):
 @pytest.mark.parametrize("named", ["", "main", "0" * 40])
 def test_an_unknown_commit_is_none(checkout, named):
     commit(checkout, "README.md")
-    (checkout / ".ci" / "passed").write_text(named)
+    (checkout / ".ci" / "passed" / "docs").write_text(named)
     commit(checkout)
     assert stages(checkout) == TABLE["stages"]
+
+
+@pytest.fixture
+def program(checkout) -> Path:
+    """A checkout with .ci/run whose commands do nothing, but for those that a test writes."""
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci")
+    (checkout / ".gitignore").write_text(".cache\nbin\n")
+    (checkout / "bin").mkdir()
+    (checkout / "bin" / "make").write_text('#!/bin/sh\ncase "$*" in $BREAKS) exit 2 ;; esac\n')
+    (checkout / "bin" / "make").chmod(0o755)
+    commit(checkout, "README.md")
+    return checkout
+
+
+def run(checkout: Path, *named: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = f"{checkout / 'bin'}:{os.environ['PATH']}"
+    return subprocess.run(
+        [".ci/run", *named],
+        cwd=checkout,
+        env={**os.environ, "BREAKS": "-", "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_stage_that_passes_is_recorded(program):
+    head = git("rev-parse", "HEAD", cwd=program)
+    done = run(program, "docs", "slow", "fast", BREAKS="test-slow*")
+    assert done.returncode == 1
+    assert "=== docs passed" in done.stdout and "=== types not needed" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-2].startswith("=== slow FAILED; from its output")
+    assert [file.name for file in (program / ".ci" / "passed").iterdir()] == ["docs"]
+    assert (program / ".ci" / "passed" / "docs").read_text() == head
+    # What ran was not the commit, so it says nothing of it.
+    (program / "README.md").write_text("changed")
+    assert run(program, "slow").returncode == 0
+    assert not (program / ".ci" / "passed" / "slow").exists()
+
+
+def test_nothing_more_runs_after_the_required_lane_failed(program):
+    done = run(program, BREAKS="types")
+    assert done.returncode == 1
+    assert "=== package passed" in done.stdout and "docs passed" not in done.stdout
 
 
 def test_a_stage_left_out_for_lack_of_time_fails():
