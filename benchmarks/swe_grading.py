@@ -203,11 +203,11 @@ def grade_as_in_training(dataset: str, workers: str, copies: str) -> None:
     Raises:
         SystemExit: one was not rewarded.
     """
-    os.environ["AGENTRL_GRADING_WORKERS"] = workers
 
     async def grade_all() -> list[Verdict]:
+        options = {"policy": "official", "run_id": "bench", "timeout_s": 300, "audit": True}
         calls = (
-            grade(each, each.patch, policy="official", run_id="bench", timeout_s=300, audit=True)
+            grade(each, each.patch, workers=int(workers), **options)
             for _ in range(int(copies))
             for each in load_instances(dataset)
         )

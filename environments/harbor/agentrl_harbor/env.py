@@ -90,9 +90,11 @@ class HarborConfig(EnvConfig):
     sandbox: str = Field(default="docker", pattern=r"^(docker|harbor:\S+)$")
     """`docker`: containers of this machine's engine. `harbor:NAME`: sandboxes of the Harbor
     provider NAME (`modal`, `daytona`, `podman`, ..., or `module:Class`); this needs `verifier =
-    "shared"` and a Python with Harbor in the variable AGENTRL_HARBOR_PYTHON."""
+    "shared"` and `harbor_python`."""
     sandbox_options: dict[str, JSON] = Field(default_factory=dict)
     """Options of that provider, as `harbor run --environment-kwarg` takes them."""
+    harbor_python: str = ""
+    """Path of a Python 3.12 that has Harbor, whose providers it runs."""
 
     @model_validator(mode="after")
     def _check_sandbox(self) -> Self:
@@ -101,6 +103,11 @@ class HarborConfig(EnvConfig):
                 f'sandbox = "{self.sandbox}": only of Docker\'s containers it is known what an '
                 "agent changed, so the tests cannot run in a fresh sandbox: set "
                 'verifier = "shared", with which they run in the agent\'s'
+            )
+        if self.sandbox != "docker" and not self.harbor_python:
+            raise ValueError(
+                f'sandbox = "{self.sandbox}" needs Harbor: `python3.12 -m venv DIR && DIR/bin/pip '
+                'install harbor`, then set harbor_python = "DIR/bin/python"'
             )
         if self.sandbox == "docker" and self.sandbox_options:
             raise ValueError("sandbox_options need a sandbox harbor:NAME")
@@ -173,7 +180,8 @@ class HarborEnvironment(Environment):
                 ": the disk of a container has no limit" if "storage" in key else "",
             )
         if config.sandbox != "docker":
-            provider = Provider(config.sandbox.partition(":")[2], config.sandbox_options)
+            name = config.sandbox.partition(":")[2]
+            provider = Provider(name, config.sandbox_options, config.harbor_python)
             return Shared(tasks, splits, provider=provider)
         reap_abandoned()
         return Shared(tasks, splits)

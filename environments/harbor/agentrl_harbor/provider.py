@@ -43,8 +43,6 @@ from agentrl_harbor.task import EnvironmentTable
 
 logger = logging.getLogger("agentrl.env")
 
-PYTHON = "AGENTRL_HARBOR_PYTHON"
-"""Environment variable with the path of a Python that has Harbor."""
 _MAX_COMMAND_BYTES = 120_000
 """Longest command in bytes: providers pass it to a program as one argument."""
 _BOUNDED = (
@@ -59,22 +57,17 @@ _TAR = "/tmp/.agentrl.tar"
 class Provider:
     """A worker process that holds the sandboxes of one provider."""
 
-    def __init__(self, name: str, options: Mapping[str, JSON]) -> None:
+    def __init__(self, name: str, options: Mapping[str, JSON], python: str) -> None:
         """Starts the worker.
 
         Args:
             name: a name that `harbor run --env` knows, or `module:Class`.
             options: the provider's options.
+            python: path of a Python that has Harbor.
 
         Raises:
-            ConfigError: there is no Python with Harbor, or the provider does not work here.
+            ConfigError: that Python cannot be run, or the provider does not work here.
         """
-        python = os.environ.get(PYTHON)
-        if not python:
-            raise ConfigError(
-                f'sandbox = "harbor:{name}" needs Harbor: `python3.12 -m venv DIR && DIR/bin/pip '
-                f"install harbor`, then set the variable {PYTHON} to DIR/bin/python"
-            )
         worker = Path(__file__).with_name("provider_worker.py")
         try:
             # In a new session, because Ctrl-C would end it before it could stop its sandboxes.
@@ -87,7 +80,7 @@ class Provider:
                 env=os.environ | {"HARBOR_TELEMETRY": "off", "DO_NOT_TRACK": "1"},
             )
         except OSError as error:
-            raise ConfigError(f"{PYTHON} = {python} can't be run: {error}") from error
+            raise ConfigError(f"harbor_python = {python!r} can't be run: {error}") from error
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._replies = self._process.stdin, self._process.stdout
         first = self._replies.readline()

@@ -5,7 +5,6 @@ Commands import what they need, so that `--help` stays quick.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,17 +94,15 @@ class Limits:
     need it, and it is close to root on this machine."""
 
     def read(self) -> GradingLimits:
-        """Returns the limits of a container, and sets the number of workers of this process.
+        """Returns the limits of a container.
 
         Raises:
             ConfigError: a limit is not valid.
         """
         from agentrl_swebench.grade import GradingLimits
 
-        if self.max_workers is not None:
-            if self.max_workers < 1:
-                raise ConfigError(f"--max-workers {self.max_workers} must be positive")
-            os.environ["AGENTRL_GRADING_WORKERS"] = str(self.max_workers)
+        if self.max_workers is not None and self.max_workers < 1:
+            raise ConfigError(f"--max-workers {self.max_workers} must be positive")
         if self.timeout <= 0:
             raise ConfigError(f"--timeout {self.timeout:g} must be positive")
         if self.memory_gb < 0.1:
@@ -177,6 +174,7 @@ def evaluate(
                 audit=audit,
                 timeout_s=limits.timeout,
                 limits=checked,
+                workers=limits.max_workers,
                 progress=show,
             )
         )
@@ -254,6 +252,7 @@ def validate(
                 keep_unaudited=keep_unaudited,
                 timeout_s=limits.timeout,
                 limits=checked,
+                workers=limits.max_workers,
                 progress=show,
             )
         )

@@ -90,6 +90,8 @@ class SWEBenchConfig(EnvConfig):
     paid for forged results as for a fix, and sooner or later it may learn to forge them."""
     grade_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that an instance's tests may take."""
+    grading_workers: int | None = Field(default=None, ge=1)
+    """Gradings that run at once in a process; one per core by default."""
 
     edit_tool: bool = False
     """Also offer `str_replace`, which small models use better than sed."""
@@ -393,6 +395,7 @@ class SWEBenchEnvironment(Environment):
             timeout_s=config.grade_timeout_s,
             audit=config.audit,
             pay_unaudited=config.pay_unaudited,
+            workers=config.grading_workers,
         )
         if verdict.image_id and verdict.image_id != self._image.source_id:
             raise GraderError(

@@ -34,7 +34,7 @@ from agentrl_swebench.grade import (
     GradingLimits,
     Verdict,
     grade,
-    max_workers,
+    num_cores,
 )
 from agentrl_swebench.policy import POLICY_VERSIONS, Policy
 
@@ -67,6 +67,7 @@ async def evaluate(
     audit: bool = False,
     timeout_s: float = 1800.0,
     limits: GradingLimits | None = None,
+    workers: int | None = None,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Evaluation:
     """Grades predictions and writes the reports.
@@ -79,6 +80,7 @@ async def evaluate(
             `incomplete` in the official report.
         predictions: predictions of one model.
         dataset: name of the dataset for the harness' record of the run; `split` likewise.
+        workers: number of gradings at once; one per core by default.
         progress: called with every verdict as soon as it is known.
 
     Raises:
@@ -95,7 +97,9 @@ async def evaluate(
     state = out / "logs" / "agentrl" / name
     state.mkdir(parents=True, exist_ok=True)
     reused = 0
-    gate = asyncio.Semaphore(max_workers())  # hundreds of tasks that poll would fill a core
+    gate = asyncio.Semaphore(
+        workers or num_cores()
+    )  # hundreds of tasks that poll would fill a core
 
     async def one(prediction: Prediction) -> Verdict:
         nonlocal reused
@@ -117,6 +121,7 @@ async def evaluate(
                     timeout_s=timeout_s,
                     audit=audit,
                     limits=limits,
+                    workers=workers,
                     model_name=model,
                     logs=state / instance.instance_id,
                 )
@@ -295,6 +300,7 @@ async def validate(
     keep_unaudited: bool = False,
     timeout_s: float = 1800.0,
     limits: GradingLimits | None = None,
+    workers: int | None = None,
     progress: Callable[[Validation], None] = lambda validation: None,
 ) -> list[Validation]:
     """Grades each instance's reference solution `repeats` times and no patch once.
@@ -304,7 +310,7 @@ async def validate(
         keep_unaudited: with `audit`, an instance that no control run confirms is valid, too.
     """
 
-    gate = asyncio.Semaphore(max_workers())
+    gate = asyncio.Semaphore(workers or num_cores())
 
     async def graded(instance: Instance, patch: str, *, audit: bool, skip_patch: bool) -> Verdict:
         async with gate:
@@ -315,6 +321,7 @@ async def validate(
                 run_id=run_id,
                 timeout_s=timeout_s,
                 limits=limits,
+                workers=workers,
                 audit=audit,
                 skip_patch=skip_patch,
             )

@@ -116,8 +116,8 @@ class _Slots:
         self._running = 0
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
-        while not self._take():
+    async def one(self, limit: int) -> AsyncIterator[None]:
+        while not self._take(limit):
             await asyncio.sleep(0.05)
         try:
             yield
@@ -125,8 +125,7 @@ class _Slots:
             with self._lock:
                 self._running -= 1
 
-    def _take(self) -> bool:
-        limit = max_workers()
+    def _take(self, limit: int) -> bool:
         with self._lock:
             if self._running >= limit:
                 return False
@@ -137,17 +136,9 @@ class _Slots:
 _slots = _Slots()
 
 
-def max_workers() -> int:
-    """Returns the number of gradings that run at once in this process: AGENTRL_GRADING_WORKERS, or
-    one per core.
-
-    Raises:
-        ConfigError: AGENTRL_GRADING_WORKERS is not a positive number.
-    """
-    text = os.environ.get("AGENTRL_GRADING_WORKERS") or str(len(os.sched_getaffinity(0)))
-    if not (text.isdigit() and int(text) > 0):
-        raise ConfigError(f"AGENTRL_GRADING_WORKERS={text} must be a positive number")
-    return int(text)
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 async def grade(
@@ -160,14 +151,16 @@ async def grade(
     audit: bool = False,
     pay_unaudited: bool = False,
     limits: GradingLimits | None = None,
+    workers: int | None = None,
     model_name: str = "agentrl",
     skip_patch: bool = False,
     logs: Path | None = None,
 ) -> Verdict:
-    """Grades one patch. At most AGENTRL_GRADING_WORKERS gradings run at once in this process; the
-    default is one per core.
+    """Grades one patch.
 
     Args:
+        workers: number of gradings in this process, by all callers together, at which this one
+            waits; one per core by default.
         run_id: label of the containers. It need not be unique: every run of the harness gets an id
             of its own.
         timeout_s: limit on the tests, in seconds.
@@ -180,12 +173,13 @@ async def grade(
         logs: folder that receives the harness' log folder of the last attempt.
 
     Raises:
-        ConfigError: the harness is not installed, or AGENTRL_GRADING_WORKERS is invalid.
+        ConfigError: the harness is not installed.
     """
     _check_installed()
     limits = limits or GradingLimits()
+    workers = workers or num_cores()
     if limits.cpus is None:
-        share = len(os.sched_getaffinity(0)) / max_workers()
+        share = num_cores() / workers
         limits = dataclasses.replace(limits, cpus=max(1.0, share))
     submission = Submission("") if skip_patch else make_submission(instance, model_patch, policy)
     base = Verdict(
@@ -207,7 +201,7 @@ async def grade(
 
     async def run(of: Instance, patch: str) -> Evidence:
         options = {"run_id": run_id, "timeout_s": timeout_s, "look": True}
-        return (await _settled(of, patch, limits, **options)).evidence
+        return (await _settled(of, patch, limits, workers, **options)).evidence
 
     safe, source_id = instance, ""
     audited: tuple[Audit, str] | None = None
@@ -230,6 +224,7 @@ async def grade(
         safe if policy == "strict" else instance,
         submission.patch,
         limits,
+        workers,
         run_id=run_id,
         timeout_s=timeout_s,
         model_name=model_name,
@@ -298,14 +293,14 @@ class _Settled:
 
 
 async def _settled(
-    instance: Instance, patch: str, limits: GradingLimits, **options: Any
+    instance: Instance, patch: str, limits: GradingLimits, workers: int, **options: Any
 ) -> _Settled:
     """Runs the harness until its result stands. A failure that the patch may have caused is retried
     once, a failure of the infrastructure with growing pauses, during which other gradings run."""
     seconds = 0.0
     retried: list[str] = []
     while True:
-        async with _slots.one():
+        async with _slots.one(workers):
             evidence = await run_harness(instance, patch, limits=limits, **options)
         seconds += evidence.seconds
         judgement = judge(instance, evidence, limits)

@@ -34,7 +34,6 @@ def harbor_python(tmp_path, monkeypatch):
     python = Path(os.environ.get("AGENTRL_HARBOR_PYTHON", default)).expanduser()
     if not (python.parent / "harbor").exists():
         pytest.skip(f"no Harbor beside {python} (AGENTRL_HARBOR_PYTHON)")
-    monkeypatch.setenv("AGENTRL_HARBOR_PYTHON", str(python))
     monkeypatch.setenv("HARBOR_TELEMETRY", "off")
     monkeypatch.setenv("DO_NOT_TRACK", "1")
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode != 0:

@@ -47,7 +47,7 @@ def provider(name, harbor_python, task_folder, tmp_path, monkeypatch):
     if name == STAND_IN and subprocess.run(["unshare", "--mount", "true"]).returncode != 0:
         pytest.skip("no namespaces of mounts for the stand-in")
     try:
-        found = Provider(name, {})
+        found = Provider(name, {}, str(harbor_python))
     except ConfigError as error:
         pytest.skip(str(error))
     yield found
@@ -111,7 +111,7 @@ def test_commands_files_and_their_bounds(provider, tmp_path):
     asyncio.run(kit())
 
 
-def test_episodes(provider, name, tmp_path):
+def test_episodes(provider, name, harbor_python, tmp_path):
     """A task whose tests come into the agent's sandbox, and one whose tests have their own."""
     own = '[verifier]\nenvironment_mode = "separate"\n'
     for task, table, path in (("one", "", "/srv/n"), ("apart", own, "/logs/artifacts/n")):
@@ -127,7 +127,10 @@ def test_episodes(provider, name, tmp_path):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
     config = HarborConfig(
-        source=str(tmp_path / "tasks"), sandbox=f"harbor:{name}", verifier="shared"
+        source=str(tmp_path / "tasks"),
+        sandbox=f"harbor:{name}",
+        harbor_python=str(harbor_python),
+        verifier="shared",
     )
     shared = HarborEnvironment.load_shared(config)
     try:
@@ -139,7 +142,7 @@ def test_episodes(provider, name, tmp_path):
         HarborEnvironment.close_shared(shared)
 
 
-def test_a_compose_file(provider, name, tmp_path):
+def test_a_compose_file(provider, name, harbor_python, tmp_path):
     if name not in ("docker", "podman"):
         pytest.skip("a provider without compose files")
     files = {
@@ -156,7 +159,10 @@ def test_a_compose_file(provider, name, tmp_path):
     with pytest.raises(DataError, match='set sandbox = "harbor:docker"'):
         HarborEnvironment.load_shared(HarborConfig(source=str(tmp_path / "task")))
     config = HarborConfig(
-        source=str(tmp_path / "task"), sandbox=f"harbor:{name}", verifier="shared"
+        source=str(tmp_path / "task"),
+        sandbox=f"harbor:{name}",
+        harbor_python=str(harbor_python),
+        verifier="shared",
     )
     shared = HarborEnvironment.load_shared(config)
     try:
@@ -173,7 +179,8 @@ from agentrl_harbor.provider import Provider, ProviderSandbox
 from agentrl_harbor.task import EnvironmentTable
 async def main():
     table = EnvironmentTable(docker_image=sys.argv[2], workdir="/srv")
-    sandbox = await ProviderSandbox.start(Provider(sys.argv[1], {}), Path(sys.argv[3]), table,
+    provider = Provider(sys.argv[1], {}, sys.argv[4])
+    sandbox = await ProviderSandbox.start(provider, Path(sys.argv[3]), table,
         name="killed", network="bridge", user=None, environment={}, upload=False)
     print(sandbox.id, flush=True)
     await asyncio.sleep(600)
@@ -181,11 +188,12 @@ asyncio.run(main())
 """
 
 
-def test_nothing_is_left_of_a_process_that_was_killed(provider, name, tmp_path):
+def test_nothing_is_left_of_a_process_that_was_killed(provider, name, harbor_python, tmp_path):
     if name not in ("docker", STAND_IN):
         pytest.skip("where its sandboxes are is not known here")
     (tmp_path / "environment").mkdir()
     command = [sys.executable, "-c", SCRIPT, name, IMAGE, str(tmp_path / "environment")]
+    command.append(str(harbor_python))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     sandbox_id = process.stdout.readline().strip()

@@ -328,19 +328,17 @@ def test_a_separate_verifier_with_a_dockerfile_is_not_the_agents_image(folder, m
     assert asked == [("tests", None)]
 
 
-def test_other_sandboxes_have_no_fresh_verifier_and_say_what_they_need(folder, monkeypatch):
+def test_other_sandboxes_have_no_fresh_verifier_and_say_what_they_need(folder):
     with pytest.raises(ValidationError, match='set verifier = "shared"'):
         HarborConfig(source=str(folder), sandbox="harbor:modal")
     with pytest.raises(ValidationError, match="sandbox_options need a sandbox"):
         HarborConfig(source=str(folder), sandbox_options={"a": 1})
-    config = HarborConfig(source=str(folder), sandbox="harbor:modal", verifier="shared")
-    monkeypatch.delenv("AGENTRL_HARBOR_PYTHON", raising=False)
-    with pytest.raises(ConfigError, match="pip install harbor"):
-        HarborEnvironment.load_shared(config)
+    modal = {"source": str(folder), "sandbox": "harbor:modal", "verifier": "shared"}
+    with pytest.raises(ValidationError, match="set harbor_python"):
+        HarborConfig(**modal)
     for python, said in (("/no/python", "can't be run"), ("/bin/false", "does not work here")):
-        monkeypatch.setenv("AGENTRL_HARBOR_PYTHON", python)
         with pytest.raises(ConfigError, match=said):
-            HarborEnvironment.load_shared(config)
+            HarborEnvironment.load_shared(HarborConfig(**modal, harbor_python=python))
 
 
 def test_a_compose_file_is_left_to_harbor(folder):

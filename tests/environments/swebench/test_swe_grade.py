@@ -8,7 +8,7 @@ import signal
 import pytest
 from patches import file_diff
 
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import EnvError
 from agentrl_swebench import grade as grading
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.evidence import Evidence
@@ -261,7 +261,6 @@ def test_gradings_share_the_cores(monkeypatch):
     monkeypatch.setattr(grading, "run_harness", scripted)
     monkeypatch.setattr(grading.os, "sched_getaffinity", lambda pid: set(range(8)))
     for workers, limits in ((2, None), (32, None), (2, GradingLimits(cpus=3.0))):
-        monkeypatch.setenv("AGENTRL_GRADING_WORKERS", str(workers))
         asyncio.run(
             grade(
                 INSTANCE,
@@ -270,6 +269,7 @@ def test_gradings_share_the_cores(monkeypatch):
                 run_id="r",
                 timeout_s=1,
                 limits=limits,
+                workers=workers,
             )
         )
     assert cpus == [4.0, 1.0, 3.0]
@@ -289,24 +289,16 @@ def test_no_more_gradings_at_once_than_workers(monkeypatch):
     monkeypatch.setattr(grading, "run_harness", scripted)
     monkeypatch.setattr(grading, "_without_history", without_history)
     monkeypatch.setattr(grading, "_check_installed", lambda: None)
-    monkeypatch.setenv("AGENTRL_GRADING_WORKERS", "2")
 
     async def eight():
         calls = (
-            grade(INSTANCE, INSTANCE.patch, policy="strict", run_id="r", timeout_s=1)
+            grade(INSTANCE, INSTANCE.patch, policy="strict", run_id="r", timeout_s=1, workers=2)
             for _ in range(8)
         )
         return await asyncio.gather(*calls)
 
     assert all(each.resolved for each in asyncio.run(eight()))
     assert most == 2
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "many"])
-def test_number_of_workers_is_checked(monkeypatch, value):
-    monkeypatch.setenv("AGENTRL_GRADING_WORKERS", value)
-    with pytest.raises(ConfigError, match="AGENTRL_GRADING_WORKERS"):
-        grading.max_workers()
 
 
 # --- the worker's witnesses -------------------------------------------------------------------

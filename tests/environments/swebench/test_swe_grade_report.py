@@ -130,7 +130,7 @@ def test_an_interrupted_evaluation_waits_for_those_that_clean_up(tmp_path, monke
         return len(cleaned)
 
     monkeypatch.setattr(evaluation, "grade", slow)
-    monkeypatch.setattr(evaluation, "max_workers", lambda: 2)
+    monkeypatch.setattr(evaluation, "num_cores", lambda: 2)
     row = dict.fromkeys(Instance.__dataclass_fields__, "")
     lists = {"fail_to_pass": (), "pass_to_pass": ()}
     instances = [Instance(**row | lists | {"instance_id": f"i-{k}"}) for k in range(4)]

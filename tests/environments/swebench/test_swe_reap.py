@@ -52,7 +52,7 @@ async def main(dataset):
     row["eval_script"] = row["eval_script"].replace("cd /testbed", "cd /testbed; sleep 600", 1)
     slow = parse_row(row, "slow")
     await asyncio.gather(*(
-        grade(slow, slow.patch, policy="strict", run_id=f"slow{i}", timeout_s=900)
+        grade(slow, slow.patch, policy="strict", run_id=f"slow{i}", timeout_s=900, workers=8)
         for i in range(8)
     ))
 
@@ -124,8 +124,7 @@ def test_of_a_killed_server_nothing_is_left(fixture_dir, engine, tmp_path, unuse
 
 
 def test_what_a_killed_grader_left_is_removed_at_the_next_start(fixture_dir, engine, tmp_path):
-    workers = {"AGENTRL_GRADING_WORKERS": "8"}
-    with python(GRADER, fixture_dir / "dataset.jsonl", tmp_path=tmp_path, **workers) as grader:
+    with python(GRADER, fixture_dir / "dataset.jsonl", tmp_path=tmp_path) as grader:
         wait_for(lambda: len(of_run(engine, "grade", "slow", status="running")) == 8, 150)
         kill(grader)
         time.sleep(3)
