@@ -14,17 +14,22 @@ import numpy as np
 from agentrl.cli.doctor_servers import Status
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
+from agentrl.errors import TrainingError
 from agentrl.evaluate.measure import evaluate
 from agentrl.evaluate.statistics import proportion_estimate
 from agentrl.model.text.template import HIDDEN_TOOLS
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.setup import running_agents, split_size
 from agentrl.train.evaluate import policy_of
+from agentrl.train.preflight import FirstRewards, rate_is_unusual
 from agentrl.types import Sample, Trajectory, samples_of
+from agentrl.view.rules import Evidence, findings
 
 Finding = tuple[Status, str, str]
 COMPARED = 16
 """Number of training tasks and of test tasks whose prompts are compared."""
+ABOUT_REWARDS = ("never_rewarded", "equal_rewards")
+"""Rules that a few episodes cannot answer; `FirstRewards` judges those of a run's beginning."""
 
 
 @dataclass(slots=True)
@@ -41,14 +46,12 @@ class Played:
 
 
 def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
-    """Plays episodes, trains on them once and yields what it finds.
+    """Plays episodes, trains on them once and yields what the rules find.
 
     Args:
         num_episodes: number of episodes, two per task, to see whether rewards differ within a
             group.
     """
-    from agentrl.train.preflight import causes_of_failure, mismatch_is_large, rate_is_unusual
-
     if config.inference.backend == "openai":
         yield "fix", "playing", "a chat server cannot be trained; set another inference.backend"
         return
@@ -57,16 +60,13 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
 
         yield from agent_findings(config)
     played = asyncio.run(_play(config, max(num_episodes // 2, 1)))
-    yield from _prompt(played)
+    shown = played.prompt if len(played.prompt) <= 2000 else f"{played.prompt[:2000]} ..."
+    yield "ok", "the first prompt", f"\n{shown}"
+    if played.hides_tools:
+        yield "fix", "tools", HIDDEN_TOOLS
     scored = [t for t in played.trajectories if t.trainable]
-    failed = [t.error for t in played.trajectories if t.error is not None]
-    if failed:
-        said = f"{len(failed)} of {len(played.trajectories)} failed, first: {failed[0].message}"
-        yield "fix", "episodes", said
     if scored:
-        yield _rewards(scored, config)
-    for cause in causes_of_failure(played.trajectories, config):
-        yield "fix", "episodes", cause
+        yield from _rewards(scored, played.trajectories, config)
     calls = sum(t.metrics.get("tool_calls", 0.0) for t in scored)
     if played.tools and not calls:
         yield (
@@ -85,18 +85,35 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
             "out other tasks",
         )
     samples = [sample for t in scored for sample in samples_of(t)]
+    measured = {}
     if samples:
         gap, largest, seconds, num_parameters = _train_once(config, samples)
         said = f"differ by {gap:.2g} nats per token in {config.model.dtype}, {largest:.2g} at most"
         if config.model.quantization:
-            yield "note", "sampler and trainer", f"{said}; computed here without 4-bit weights"
+            said += "; computed here without 4-bit weights"
         else:
-            wrong = mismatch_is_large(gap, config)
-            yield ("fix" if wrong else "ok"), "sampler and trainer", wrong or said
+            measured["policy/fresh_diff_mean"] = gap
+        yield "ok", "sampler and trainer", said
         yield _speed(config, played, samples, seconds)
         yield from _memory_of_such_a_step(config, samples, len(played.trajectories))
         if wrong := rate_is_unusual(config, num_parameters):
             yield "note", "learning rate", wrong
+    yield from _found(played.trajectories, config, measured)
+
+
+def _found(
+    trajectories: list[Trajectory], config: RunConfig, measured: dict[str, float]
+) -> Iterator[Finding]:
+    """Yields what the rules of a run find in these episodes."""
+    errors = [t.error.message for t in trajectories if t.error is not None]
+    seen = Evidence.of_batch(trajectories, config.model_dump(), measured)
+    for rule, finding in findings(seen).values():
+        if rule.id in ABOUT_REWARDS:
+            continue
+        said = f"{finding.text}: {rule.fix}"
+        if rule.metric == "rollout/error_fraction" and errors:
+            said += f"; the first failed with: {errors[0]}"
+        yield ("fix" if finding.share >= 0.5 else "note"), rule.id.replace("_", " "), said
 
 
 async def _play(config: RunConfig, num_tasks: int) -> Played:
@@ -167,46 +184,31 @@ async def _in_both_splits(env: EnvClient, config: RunConfig) -> int:
     return len(prompts[0] & prompts[1])
 
 
-def _prompt(played: Played) -> Iterator[Finding]:
-    shown = played.prompt if len(played.prompt) <= 2000 else f"{played.prompt[:2000]} ..."
-    yield "ok", "the first prompt", f"\n{shown}"
-    if not played.tools:
-        return
-    missing = [name for name in played.tools if name not in played.prompt]
-    if played.hides_tools:
-        yield "fix", "tools", HIDDEN_TOOLS
-    elif missing:
-        yield "note", "tools", f"the prompt does not name {', '.join(missing)}"
-    else:
-        yield "ok", "tools", f"the prompt names {', '.join(played.tools)}"
-
-
-def _rewards(scored: list[Trajectory], config: RunConfig) -> Finding:
+def _rewards(
+    scored: list[Trajectory], trajectories: list[Trajectory], config: RunConfig
+) -> Iterator[Finding]:
+    """Yields what the episodes earned, and what a run would say of its first rewards."""
     tasks: dict[str, list[float]] = {}
     for trajectory in scored:
         tasks.setdefault(trajectory.group_id, []).append(trajectory.reward)
-    rewards = [t.reward for t in scored]
-    passed = {
-        task: [reward >= config.eval.success_threshold for reward in each]
-        for task, each in tasks.items()
-    }
-    rate = proportion_estimate(np.array([np.mean(each) for each in passed.values()]), len(scored))
+    passed = [
+        np.mean([r >= config.eval.success_threshold for r in each]) for each in tasks.values()
+    ]
+    rate = proportion_estimate(np.array(passed), len(scored))
     within = "" if rate.low is None else f" [{rate.low:.2f}, {rate.high:.2f}]"
     differ = sum(len(set(each)) > 1 for each in tasks.values())
-    cut = sum(t.truncated for t in scored)
-    turns = sum(len(t.turns) for t in scored)
-    malformed = sum(turn.parse_status == "malformed" for t in scored for turn in t.turns)
-    said = (
+    yield (
+        "ok",
+        "episodes",
         f"{len(scored)} episodes pass {rate.value:.2f}{within}, mean reward "
-        f"{np.mean(rewards):.3f}; rewards differ within {differ} of {len(tasks)} tasks; "
-        f"{cut} were cut, {malformed} of {turns} turns malformed"
+        f"{np.mean([t.reward for t in scored]):.3f}; rewards differ within {differ} of "
+        f"{len(tasks)} tasks",
     )
-    if len(set(rewards)) > 1:
-        return "ok", "episodes", said
-    what = "easier tasks, or demonstrations first (agentrl sft)"
-    if rewards[0] > 0:
-        what = "harder tasks, if this is so in more episodes"
-    return "note", "episodes", f"{said}; all rewards are equal: {what}"
+    try:
+        if warning := FirstRewards(True).look(trajectories, config):
+            yield "note", "rewards", warning
+    except TrainingError as error:
+        yield "fix", "rewards", str(error)
 
 
 def _train_once(config: RunConfig, samples: list[Sample]) -> tuple[float, float, float, int]:

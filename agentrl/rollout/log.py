@@ -86,6 +86,8 @@ class TrajectoryEntry(msgspec.Struct, gc=False):
     """Empty in the index of an older run."""
     dropped: str = ""
     """Why no step trained on its group; empty where one did."""
+    cut_turns: int = 0
+    """Turns that were cut at `rollout.max_turn_tokens`; 0 in the index of an older run."""
 
 
 def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> TrajectoryEntry:
@@ -118,6 +120,7 @@ def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> 
         preview=_utf8(next((text for text in said if text.strip()), "")[:PREVIEW_CHARS]),
         env_id=trajectory.env_id,
         dropped=str(trajectory.info.get("dropped", "")),
+        cut_turns=sum(turn.finish_reason == "length" for turn in trajectory.turns),
     )
 
 

@@ -11,11 +11,10 @@ from agentrl.errors import CheckpointError, DataError, TrainingError
 from agentrl.rollout.log import read_trajectories
 from agentrl.rollout.mixture import Mixture
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.train.preflight import explained_mismatch, mismatch_is_large
 from agentrl.train.run import Run, require_some_success
 from agentrl.types import Group
-from agentrl.view.diagnosis import MISMATCH
 from agentrl.view.display import Display
+from agentrl.view.rules import Evidence, explained_mismatch, findings
 
 FAR_APART = 10
 """A mismatch this many times what rounding explains has another cause."""
@@ -55,7 +54,8 @@ def mismatch_warning(metrics: Mapping[str, float], config: RunConfig) -> str | N
     Raises:
         TrainingError: sampler and trainer are two different policies.
     """
-    explained = explained_mismatch(config)
+    seen = Evidence([{"step": 1, **metrics}], [], config.model_dump())
+    _, explained = explained_mismatch(seen.config)
     of_all = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
     fresh = metrics.get("policy/fresh_diff_mean", 0.0)
     found = {
@@ -76,9 +76,8 @@ def mismatch_warning(metrics: Mapping[str, float], config: RunConfig) -> str | N
             "sampler has other weights, another sampling distribution, or other tokens than the "
             "trainer"
         )
-    if of_all >= max(MISMATCH["bfloat16"], explained):
-        return mismatch_is_large(of_all, config)
-    return mismatch_is_large(fresh, config)
+    rule, finding = findings(seen).get("mismatch", (None, None))
+    return None if rule is None or finding is None else f"{finding.text}: {rule.fix}"
 
 
 def require_own_rewards(groups: Sequence[Group]) -> None:

@@ -1,8 +1,8 @@
 """Judges a run's setup by its first episodes, before hours are spent on it.
 
 A run checks its own first rollouts, which costs nothing; `agentrl doctor --play` plays a few.
-Equal rewards alone prove little if tasks are hard. So a run stops early only if something in its
-setup explains them; otherwise it warns first and stops later.
+Equal rewards alone prove little if tasks are hard. So a run stops early only if one of the rules
+(`view/rules.py`) explains them; otherwise it warns first and stops later.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
-from agentrl.types import StopReason, Trajectory
-from agentrl.view.diagnosis import MISMATCH
+from agentrl.types import Trajectory
+from agentrl.view.rules import RULES, Evidence, findings
 
 ENOUGH = 32
 """Number of equal rewards after which a run stops if its setup explains them."""
 MOST = 192
 """Number of equal rewards after which a run stops in any case. By then a task that is solved once
 in a hundred times has been solved in six runs of seven."""
+EXPLAINING = ("truncation", "malformed_calls")
+"""Rules that explain rewards of 0 where most episodes show what they find."""
 GO_ON = "set run.preflight = false to train all the same"
 SMALLEST, LARGEST = 1 / 5, 20
 """Multiples of the usual learning rate; a run warns of rates outside."""
@@ -56,7 +58,12 @@ class FirstRewards:
             )
             for t in scored
         }
-        causes = causes_of_failure(trajectories, config)
+        found = findings(Evidence.of_batch(trajectories, config.model_dump()))
+        causes = [
+            f"{found[name][1].text}: {found[name][0].fix}"
+            for name in EXPLAINING
+            if name in found and found[name][1].share >= 0.5
+        ]
         self.count += len(scored)
         self.is_on = len(self.seen) <= 1
         if not self.is_on or not scored:
@@ -69,49 +76,10 @@ class FirstRewards:
             causes = ["every task is solved, or the grader rewards any answer: take harder tasks"]
         if causes and self.count >= ENOUGH:
             raise TrainingError(f"{finding}: {'; '.join(causes)} ({GO_ON})")
-        advice = (
-            "take easier tasks, or train the model on demonstrations first (agentrl sft); "
-            "check with `agentrl env check` that the grader rewards a correct answer"
-        )
+        advice = next(rule.fix for rule in RULES if rule.id == "never_rewarded")
         if self.count >= MOST:
             raise TrainingError(f"{finding}, and the episodes are sound: {advice} ({GO_ON})")
         return f"{finding}{': ' + '; '.join(causes) if causes else ''}; {advice}"
-
-
-def causes_of_failure(trajectories: Sequence[Trajectory], config: RunConfig) -> list[str]:
-    """Returns the settings that keep most episodes from a reward, each with its fix."""
-    rollout, causes = config.rollout, []
-    turns = [turn for t in trajectories for turn in t.turns]
-    ended = [t for t in trajectories if t.error is None]
-    if not turns or not ended:
-        return causes
-    cut = sum(turn.finish_reason == "length" for turn in turns)
-    if cut >= 0.5 * len(turns):
-        causes.append(
-            f"{cut} of {len(turns)} turns are cut at rollout.max_turn_tokens = "
-            f"{rollout.max_turn_tokens}: raise it"
-        )
-    for reason, key in (
-        (StopReason.MAX_TURNS, "max_turns"),
-        (StopReason.CONTEXT_LENGTH, "max_context_tokens"),
-    ):
-        stopped = sum(t.stop_reason == reason for t in ended)
-        if stopped >= 0.5 * len(ended):
-            remedy = "raise it"
-            if reason is StopReason.MAX_TURNS and stopped == len(ended):
-                remedy += ", if the environment ends an episode at all (agentrl env check)"
-            causes.append(
-                f"{stopped} of {len(ended)} episodes end at rollout.{key} = "
-                f"{getattr(rollout, key)}: {remedy}"
-            )
-    malformed = sum(turn.parse_status == "malformed" for turn in turns)
-    invalid = sum(t.metrics.get("invalid_calls", 0.0) for t in ended)
-    if max(malformed, invalid) >= 0.5 * len(turns):
-        causes.append(
-            f"{max(malformed, invalid):.0f} of {len(turns)} turns hold a call that cannot be read "
-            f"or run: is rollout.dialect = {rollout.dialect!r} the model's dialect?"
-        )
-    return causes
 
 
 def rate_is_unusual(config: RunConfig, num_parameters: int) -> str | None:
@@ -134,12 +102,6 @@ def rate_is_unusual(config: RunConfig, num_parameters: int) -> str | None:
     )
 
 
-def explained_mismatch(config: RunConfig) -> float:
-    """Returns the mean difference between sampler and trainer, in nats per token, that rounding
-    explains."""
-    return MISMATCH[config.inference.quantization or config.model.dtype]
-
-
 def correction_of_rounding(config: RunConfig) -> str:
     """Returns a line that says how the objective corrects for servers that round their weights."""
     level, anchor = config.objective.off_policy.level, config.objective.ratio.anchor
@@ -152,20 +114,4 @@ def correction_of_rounding(config: RunConfig) -> str:
     return (
         f"inference.quantization = {config.inference.quantization!r}: servers sample from rounded "
         f"weights; {what}"
-    )
-
-
-def mismatch_is_large(mean: float, config: RunConfig) -> str | None:
-    """Returns a warning if sampler and trainer differ by more than rounding explains.
-
-    Args:
-        mean: their mean difference, in nats per token.
-    """
-    limit = explained_mismatch(config)
-    if mean < limit:
-        return None
-    return (
-        f"sampler and trainer differ by {mean:.2g} nats per token, but "
-        f"{config.inference.quantization or config.model.dtype} explains only {limit:g}: check the "
-        "temperature and chat template of both, and the server's dtype (docs/precision.md)"
     )

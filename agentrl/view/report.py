@@ -66,7 +66,7 @@ def report_text(run_dir: str | Path) -> str:
         if rule["state"] == "found":
             since = " (since the reward fell)" if rule["follows"] else ""
             lines.append(f"* not so: {rule['title']}{since}. {_capital(rule['text'])}.")
-            lines.append(f"  {rule['advice']}")
+            lines.append(f"  {_capital(rule['fix'])}. {rule['why']}")
     counts = Counter(rule["state"] for rule in diagnosis["rules"])
     lines.append(f"{counts['clear']} rules hold, {counts['unknown']} cannot be told")
     return plain("\n".join(lines))

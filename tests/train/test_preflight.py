@@ -16,7 +16,7 @@ from agentrl.config import RunConfig, load_config
 from agentrl.errors import TrainingError
 from agentrl.train import preflight
 from agentrl.train.loop import train
-from agentrl.train.preflight import FirstRewards, mismatch_is_large, rate_is_unusual
+from agentrl.train.preflight import FirstRewards, rate_is_unusual
 from agentrl.types import StopReason, Trajectory, Turn
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
@@ -53,10 +53,19 @@ def episodes(count: int, rewards: list[float], **turn) -> list[Trajectory]:
 @pytest.mark.parametrize(
     ("played", "message"),
     [
-        (episodes(64, [0.0], finish_reason="length"), "64 of 64 turns are cut.*max_turn_tokens"),
-        (episodes(64, [0.0], parse_status="malformed"), "rollout.dialect = 'auto' the model's"),
-        (episodes(64, [0.0], stop=StopReason.MAX_TURNS), "rollout.max_turns = 8: raise it"),
-        (episodes(64, [0.0], stop=StopReason.CONTEXT_LENGTH), "max_context_tokens = 4096"),
+        (
+            episodes(64, [0.0], finish_reason="length"),
+            "64 of 64 turns by rollout.max_turn_tokens = 512",
+        ),
+        (
+            episodes(64, [0.0], parse_status="malformed"),
+            "64 of 64 turns .*could not be read.*rollout.dialect",
+        ),
+        (episodes(64, [0.0], stop=StopReason.MAX_TURNS), "64 by rollout.max_turns = 8"),
+        (
+            episodes(64, [0.0], stop=StopReason.CONTEXT_LENGTH),
+            "64 by rollout.max_context_tokens = 4096",
+        ),
         (episodes(64, [1.0]), "all 64 rewards so far are 1.*harder tasks"),
         (episodes(preflight.MOST, [0.0]), "the episodes are sound: take easier tasks"),
     ],
@@ -86,7 +95,7 @@ def test_hard_tasks_are_warned_of_and_go_on():
     assert first.look(episodes(640, [0.0]), config()) is None
     # What keeps episodes from a reward is told where a few have one as well.
     told = FirstRewards(True).look(episodes(64, [0.0, 1.0], finish_reason="length"), config())
-    assert told and "max_turn_tokens = 512: raise it" in told
+    assert told and "max_turn_tokens = 512" in told
     # Few episodes prove nothing.
     assert FirstRewards(True).look(episodes(16, [1.0]), config())
 
@@ -105,11 +114,6 @@ def test_a_learning_rate_far_from_those_of_such_models_is_told(num_parameters, r
     found = rate_is_unusual(chosen, int(num_parameters))
     assert (found is None) == (said is None)
     assert said is None or (said in found and "about" in found)
-
-
-def test_a_mismatch_is_measured_by_the_dtype():
-    assert mismatch_is_large(0.025, config()) is not None
-    assert mismatch_is_large(0.025, config(model={"path": "m", "dtype": "bfloat16"})) is None
 
 
 def examined(capsys, *overrides: str) -> str:
@@ -161,9 +165,9 @@ def same_tasks(tmp_path: Path) -> list[str]:
         (without_tools, "fix .*tools.*rollout.tools"),
         (lambda _: ["--train.learning_rate", "1e-6"], "learning rate: .*is low.* about 1e-04"),
         (lambda _: ["--train.learning_rate", "1e-2"], "learning rate: .*is high.* about 1e-04"),
-        (lambda _: ["--rollout.max_turn_tokens", "3"], "max_turn_tokens = 3: raise it"),
-        (pays(0.0), "all rewards are equal: easier tasks"),
-        (pays(1.0), "all rewards are equal: harder tasks"),
+        (lambda _: ["--rollout.max_turn_tokens", "3"], "max_turn_tokens = 3"),
+        (pays(0.0), "all 8 rewards so far are 0.*easier tasks"),
+        (pays(1.0), "all 8 rewards so far are 1.*harder tasks"),
         (lambda _: ["--rollout.dialect", "llama3"], "fix .*dialect"),
         (same_tasks, "fix test tasks: 16 of the first 16 tasks of split 'test'"),
         (no_template, "fix .*has no chat template.*model.chat_template"),
@@ -191,8 +195,8 @@ def test_doctor_plays_a_run_file_with_something_to_train():
 @pytest.mark.parametrize(
     ("planted", "dtype", "finding"),
     [
-        ("shifted", "float32", "fix sampler and trainer: .*differ by"),
-        ("rounded", "bfloat16", "fix sampler and trainer: .*but bfloat16 explains only"),
+        ("shifted", "float32", "fix mismatch: .*differ by"),
+        ("rounded", "bfloat16", "fix mismatch: .* in bfloat16, above 0.05"),
         (None, "float32", "ok sampler and trainer: differ by .* in float32"),
     ],
 )
@@ -223,7 +227,7 @@ def test_doctor_measures_sampler_against_trainer(planted, dtype, finding, capsys
 def test_a_run_stops_before_it_learns_and_keeps_what_it_played(tmp_path):
     keys = ["--run.dir", str(tmp_path / "run"), "--run.num_steps", "2"]
     short = [*keys, "--rollout.max_turn_tokens", "1"]
-    with pytest.raises(TrainingError, match=r"max_turn_tokens = 1: raise it"):
+    with pytest.raises(TrainingError, match=r"max_turn_tokens = 1"):
         train(load_config(QUICKSTART, short))
     assert list((tmp_path / "run" / "trajectories").iterdir())
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()

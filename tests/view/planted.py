@@ -38,7 +38,7 @@ FAULTS = {
     "never_rewarded": {"reward": lambda step, rng: 0.0},
     "truncation": {"truncated": 0.5},
     "malformed_calls": {"malformed": 0.4},
-    "errors": {"failed": 0.3},
+    "errors": {"envs": ["math", "search"], "fails": "search", "failed": 0.5},
     "servers": {"failed": 0.3, "code": "inference_error"},
     "mismatch": {"metrics": {"policy/rollout_train_logprob_diff_mean": 0.3}},
     "staleness": {"metrics": {"rollout/staleness_mean": 5.5, "policy/ess": 0.3}},
@@ -47,7 +47,6 @@ FAULTS = {
     "clipping": {"metrics": {"policy/clip_fraction_high": 0.31, "policy/clip_fraction_low": 0.12}},
     "dead_gradients": {"metrics": {"train/grad_norm": 0.0}},
     "length_explosion": {"length": lambda step: 6 + step * 4},
-    "one_environment": {"envs": ["math", "search"], "env_failed": ("search", 0.5)},
     "unseen_tools": {"metrics": {"env/unseen_tools": 2.0}},
     "refused_calls": {"metrics": {"rollout/refused_calls": 9}},
     "too_far": {
@@ -114,8 +113,7 @@ def trajectory(step: int, group: int, member: int, rng: random.Random, fault: di
         stop_reason=StopReason.CONTEXT_LENGTH if cut else StopReason.TERMINATED,
         total_s=0.5,
     )
-    name, share = fault.get("env_failed", ("", 0))
-    if rng.random() < (share if env_id == name else fault.get("failed", 0)):
+    if rng.random() < fault.get("failed", 0) and env_id == fault.get("fails", env_id):
         made.stop_reason = StopReason.ERROR
         made.error = TrajectoryError(
             "grade", fault.get("code", "grader_timeout"), "no answer in 60 s"

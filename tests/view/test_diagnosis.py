@@ -5,8 +5,9 @@ import pytest
 from planted import FAULTS, HEALTHY, STEPS, plant
 
 from agentrl.view.changes import fall
-from agentrl.view.diagnosis import RULES, Evidence, Finding, diagnose
+from agentrl.view.diagnosis import diagnose
 from agentrl.view.groups import Query, find_groups
+from agentrl.view.rules import RULES, Evidence, Finding
 from agentrl.view.runs import RunFiles
 from agentrl.view.tracking import MetricsWriter
 
@@ -27,14 +28,13 @@ def test_a_planted_fault_is_found_first_and_its_examples_show_it(tmp_path, rule)
     # What follows from it is found as well, and ranked behind it.
     implied = {
         "never_rewarded": {"equal_rewards"},
-        "one_environment": {"errors"},
         "uniform": {"malformed_calls"},
         "too_far": {"reward_fell", "truncation", "malformed_calls", "equal_rewards"},
     }
     assert set(findings) - {rule} <= implied.get(rule, set())
     assert next(iter(findings)) == rule
     query = findings[rule]["query"]
-    assert findings[rule]["text"] and findings[rule]["advice"]
+    assert findings[rule]["text"] and findings[rule]["fix"] and findings[rule]["why"]
     if query is not None:
         shown = find_groups(RunFiles(run_dir), Query(**query))
         assert shown["groups"], "its examples"
@@ -72,14 +72,14 @@ def test_the_first_sentence_names_the_fall_its_step_its_cause_and_the_remedy(tmp
 
 
 def test_the_limit_of_the_mismatch_is_that_of_the_dtype(tmp_path, monkeypatch):
-    gap = {"metrics": {"policy/rollout_train_logprob_diff_mean": 0.02}}
+    gap = {"metrics": {"policy/fresh_diff_mean": 0.02}}
     monkeypatch.setitem(FAULTS, "gap", gap)
     run_dir = plant(tmp_path / "gap", "gap")
     assert "in float32, above 0.005" in found(run_dir)["mismatch"]["text"]
     config = run_dir / "config.toml"
     config.write_text(config.read_text().replace("[model]", "[model]\ndtype = 'bfloat16'"))
     assert found(run_dir) == {}
-    gap["metrics"]["policy/rollout_train_logprob_diff_mean"] = 0.2
+    gap["metrics"]["policy/fresh_diff_mean"] = 0.2
     run_dir = plant(tmp_path / "rounded", "gap")
     config = run_dir / "config.toml"
     config.write_text(config.read_text() + "\n[inference]\nquantization = 'fp8'\n")

@@ -167,7 +167,7 @@ async function diagnosisPage(page, id) {
           { "data-rule": rule.id },
           el("div.row", {}, el("span.mark." + rule.state, { "aria-hidden": "true" }, { found: "!", clear: "✓", unknown: "?" }[rule.state]), el("h2", {}, rule.title), el("span.faint", {}, rule.follows ? "not so, since the reward fell" : { found: "not so", clear: "holds", unknown: "cannot tell" }[rule.state])),
           el("p", {}, rule.text),
-          rule.advice && el("p.faint", {}, rule.advice),
+          rule.fix && el("p.faint", {}, `${rule.fix[0].toUpperCase()}${rule.fix.slice(1)}. ${rule.why}`),
           rule.query && el("a.button", { href: address(`run/${id}/groups`, rule.query) }, rule.step === null ? "examples" : "groups of step " + rule.step),
           rule.query && rule.step > 1 && !stored && el("a.button", { href: address(`run/${id}/groups`, { step: rule.step - 1 }) }, "and of the step before"),
           rule.state === "found" && el("a.button", { href: address("", { runs: id, metric: rule.metric }) }, "curve: " + rule.metric),
