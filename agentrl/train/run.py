@@ -60,7 +60,6 @@ from agentrl.train.setup import run_directory
 from agentrl.train.trainer import Trainer, make_trainer
 from agentrl.train.turns import leave_device
 from agentrl.types import JSON
-from agentrl.view.curves import REWARD, series
 from agentrl.view.display import Display
 from agentrl.view.tracking import MetricsWriter, RunStatus, read_metrics
 
@@ -189,7 +188,9 @@ async def assemble(
     held_out = HeldOut(config, await default_interval(config, envs, quiet=quiet))
     for note in held_out.notes if not quiet else ():
         print(note)
-    run_dir, lock = run_directory(config)
+    run_dir, lock, where = run_directory(config)
+    if not quiet:
+        print(where)
     checkpoint.clean_leftovers(run_dir)
 
     ranks.remember("run_dir", str(run_dir))
@@ -310,7 +311,7 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
             config.run.num_steps,
             title=config.run.name,
             quiet=quiet,
-            earlier=series(read_metrics(run.run_dir), REWARD) if config.run.resume else (),
+            earlier=read_metrics(run.run_dir) if config.run.resume else (),
         ) as display,
     ):
         trajectories = TrajectoryLog(run.run_dir, resume_step=last_step)

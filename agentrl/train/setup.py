@@ -19,22 +19,33 @@ import torch
 
 from agentrl import runtime
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DataError
 from agentrl.train.checkpoint import latest_checkpoint
+from agentrl.view.tracking import read_metrics, read_status
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 
+STATES = {
+    "training": "in training",
+    "dead": "killed",
+    "finished": "finished",
+    "stopped": "stopped early",
+    "failed": "failed",
+}
+"""What is said of a run whose `read_status` has this state."""
 
-def run_directory(config: RunConfig) -> tuple[Path, IO[bytes]]:
+
+def run_directory(config: RunConfig) -> tuple[Path, IO[bytes], str]:
     """Creates or finds the run directory and writes `config.toml` into it.
 
     A new run never touches an old one: if `runs/<name>` holds a run, it takes `runs/<name>-2`, and
     so on; an explicit `run.dir` that holds one is an error. `run.resume` takes the newest of them.
 
     Returns:
-        The directory, and its lock file, which reserves it for this process until it is closed.
+        The directory, its lock file, which reserves it for this process until it is closed, and a
+        line that says where the run writes and how an older one of this name is continued.
 
     Raises:
         ConfigError: the directory is in use or cannot be written, or there is no run to resume.
@@ -46,14 +57,19 @@ def run_directory(config: RunConfig) -> tuple[Path, IO[bytes]]:
                 f"--resume: no run under {config.run.path}; start it without --resume, or name "
                 "its directory with --run.dir"
             )
-        run_dir = newest
-    elif config.run.dir is not None and newest is not None:
+        run_dir, line = newest, f"continues {_progress(newest)}"
+    elif newest is None:
+        run_dir, line = config.run.path, f"writes to {config.run.path}"
+    elif config.run.dir is not None:
         raise ConfigError(
             f"{config.run.dir} already holds a run; continue it with --resume, or choose another "
             "--run.dir"
         )
     else:
-        run_dir = config.run.path if newest is None else _numbered(config)[-1]
+        run_dir = _numbered(config)[-1]
+        line = f"writes to {run_dir}, a new run; there is {_progress(newest)}"
+        if read_status(newest)["state"] != "finished":
+            line += f", which --resume --run.dir {newest} continues"
     partial = run_dir / ".config.toml.partial"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -65,7 +81,7 @@ def run_directory(config: RunConfig) -> tuple[Path, IO[bytes]]:
             f"the run directory {run_dir} cannot be written ({error.strerror}); choose another "
             "with --run.dir"
         ) from error
-    return run_dir, lock
+    return run_dir, lock, line
 
 
 def _reserve(run_dir: Path) -> IO[bytes]:
@@ -108,6 +124,16 @@ def newest_run(config: RunConfig) -> Path | None:
 def _holds_a_run(path: Path) -> bool:
     metrics = path / "metrics.jsonl"
     return latest_checkpoint(path) is not None or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _progress(run_dir: Path) -> str:
+    """Returns a run's directory, how far it came, and whether it still runs."""
+    try:
+        steps = [row["step"] for row in read_metrics(run_dir)]
+    except DataError:  # the error of what opens the file next is the better one
+        steps = []
+    step, state = max(steps, default=0), read_status(run_dir)["state"]
+    return f"{run_dir} (step {step}{'' if state == 'unknown' else f', {STATES[state]}'})"
 
 
 def _numbered(config: RunConfig) -> list[Path]:

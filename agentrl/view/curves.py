@@ -4,17 +4,13 @@ numbers, and curves as text."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 KEY_METRICS: dict[str, str] = {
     "reward/mean": "reward",
-    "reward/std": "reward std",
-    "loss/policy": "loss",
-    "policy/kl_ref": "kl to ref",
-    "policy/kl_old_new": "kl",
-    "policy/entropy": "entropy",
-    "train/grad_norm": "grad norm",
+    "policy/rollout_train_logprob_diff_mean": "mismatch",
     "rollout/error_fraction": "errors",
     "rollout/truncated_fraction": "truncated",
     "train/tokens_per_s": "tokens/s",
@@ -26,6 +22,16 @@ REWARD = "reward/mean"
 
 LARGEST = 1e300
 """Sums and differences of numbers beyond this overflow, so they are shown as this."""
+
+
+def held_out(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Returns the mean rewards of a step's evaluations, by "held-out" or "held-out NAME"."""
+    found = {}
+    for key, value in metrics.items():
+        match = re.fullmatch(r"eval/(?:(.+)/)?avg@\d+", key)
+        if match and (reward := number(value)) is not None:
+            found["held-out" if match[1] is None else f"held-out {match[1]}"] = reward
+    return found
 
 
 def number(value: object) -> float | None:

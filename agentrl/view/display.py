@@ -19,7 +19,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.view.curves import KEY_METRICS, REWARD, duration, number, short_number, text_plot
+from agentrl.view.curves import (
+    KEY_METRICS,
+    REWARD,
+    duration,
+    held_out,
+    number,
+    series,
+    short_number,
+    text_plot,
+)
 from agentrl.view.escape import plain
 
 UNITS = {"rollout": "episodes", "train": "micro-batches", "eval": "episodes"}
@@ -44,7 +53,7 @@ class Display:
         total_steps: step numbers run from 1 to this; a resumed run starts later.
         title: the run's name.
         quiet: print nothing at all.
-        earlier: (step, reward) of what a resumed run did before.
+        earlier: lines of metrics.jsonl of what a resumed run did before.
         file: default standard output.
     """
 
@@ -54,7 +63,7 @@ class Display:
         title: str = "agentrl",
         quiet: bool = False,
         *,
-        earlier: Sequence[tuple[int, float]] = (),
+        earlier: Sequence[Mapping[str, Any]] = (),
         file: IO[str] | None = None,
     ) -> None:
         self.total_steps = total_steps
@@ -66,10 +75,13 @@ class Display:
         self._moved_handlers: list[tuple[logging.StreamHandler, Any]] = []
         self._started = time.monotonic()
         self._step_ends: list[float] = []
-        self._step = max((step for step, _ in earlier), default=0)
+        self._step = max((row["step"] for row in earlier), default=0)
         self._phase: tuple[str, int, int] | None = None
         self._metrics: dict[str, float] = {}
-        self._rewards: list[tuple[int, float]] = list(earlier)
+        self._rewards = series(earlier, REWARD)
+        self._held_out: dict[str, list[tuple[int, float]]] = {}
+        for row in earlier:
+            self._add_held_out(row["step"], row)
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
@@ -112,8 +124,13 @@ class Display:
             self._metrics = values
             if REWARD in values:
                 self._rewards.append((step, values[REWARD]))
+            self._add_held_out(step, values)
         if not self.quiet and self._live is None:
             self.console.print(self._log_line(step, values, now - before), soft_wrap=True)
+
+    def _add_held_out(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for label, reward in held_out(metrics).items():
+            self._held_out.setdefault(label, []).append((step, reward))
 
     def note(self, line: str) -> None:
         """Prints a line that stays: a warning, or where something was written."""
@@ -183,10 +200,10 @@ class Display:
         return [Text("reward", style="bold green"), *[Text(line, style="green") for line in lines]]
 
     def _numbers(self, width: int) -> Table:
+        newest = {label: points[-1][1] for label, points in self._held_out.items()}
         cells = [
-            Text.assemble((f"{label} ", "dim"), (short_number(self._metrics[key]), "bold"))
-            for key, label in KEY_METRICS.items()
-            if key in self._metrics
+            Text.assemble((f"{label} ", "dim"), (short_number(value), "bold"))
+            for label, value in _numbers_of(self._metrics, newest).items()
         ]
         widest = max(cell.cell_len for cell in cells) if cells else 1
         per_row = max(1, min(len(cells), (width + 3) // (widest + 3)))
@@ -222,9 +239,8 @@ class Display:
 
     def _log_line(self, step: int, values: Mapping[str, float], seconds: float) -> Text:
         numbers = [
-            f"{label} {short_number(values[key])}"
-            for key, label in KEY_METRICS.items()
-            if key in values
+            f"{label} {short_number(value)}"
+            for label, value in _numbers_of(values, held_out(values)).items()
         ]
         left = self._seconds_left()
         times = f"{seconds:.1f} s" + (f", {duration(left)} left" if left else "")
@@ -234,15 +250,8 @@ class Display:
         width = min(self.console.width, 100) if self.console.is_terminal else 80
         lines = text_plot(self._rewards, width=width, height=9, ascii_only=not self._unicode())
         if lines:
-            best_step, best = max(self._rewards, key=lambda point: point[1])
-            self.console.print(
-                Text(
-                    f"reward: {short_number(self._rewards[0][1])} at the start, "
-                    f"{short_number(self._rewards[-1][1])} at the end, "
-                    f"{short_number(best)} at best (step {best_step})"
-                ),
-                soft_wrap=True,
-            )
+            for label, points in {"reward": self._rewards, **self._held_out}.items():
+                self.console.print(Text(_course(label, points)), soft_wrap=True)
             for line in lines:
                 self.console.print(Text(line, style="green"), soft_wrap=True)
         elapsed = duration(time.monotonic() - self._started)
@@ -253,3 +262,20 @@ class Display:
 
     def _unicode(self) -> bool:
         return (self.console.encoding or "").lower().startswith("utf")
+
+
+def _numbers_of(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
+    """Returns what a line and the panel show of a step, by short name, in their order."""
+    of_step = {label: metrics[key] for key, label in KEY_METRICS.items() if key in metrics}
+    reward = of_step.pop(KEY_METRICS[REWARD], None)
+    return ({} if reward is None else {KEY_METRICS[REWARD]: reward}) | dict(evaluated) | of_step
+
+
+def _course(label: str, points: Sequence[tuple[int, float]]) -> str:
+    """Returns the first, last and best value of a curve as a sentence."""
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    best_step, best = max(points, key=lambda point: point[1])
+    return (
+        f"{label}: {short_number(first)} at step {first_step}, {short_number(last)} at step "
+        f"{last_step}, {short_number(best)} at best (step {best_step})"
+    )

@@ -47,6 +47,17 @@ class Group(msgspec.Struct, gc=False):
         rewards = self.rewards()
         return len(rewards) > 1 and max(rewards) - min(rewards) <= 1e-9
 
+    def largest_advantage(self) -> float:
+        """Returns the largest distance of a reward from the group's mean, in standard deviations,
+        which is GRPO's advantage; 0 for a group of equal rewards and one that was dropped."""
+        rewards = self.rewards()
+        if len(rewards) < 2 or self.zero_variance() or self.entries[0].dropped:
+            return 0.0
+        mean = self.mean()
+        largest = max(abs(reward - mean) for reward in rewards)
+        # Divided first: a reward of 1e300 has no square.
+        return math.sqrt(len(rewards)) / math.hypot(*((r - mean) / largest for r in rewards))
+
 
 SHOWN_GROUPS: dict[str, Callable[[Group], bool]] = {
     "all": lambda group: True,
@@ -57,6 +68,7 @@ SHOWN_GROUPS: dict[str, Callable[[Group], bool]] = {
 """The filters of a whole group by the names that `show` takes."""
 
 SORTS: dict[str, Callable[[Group], Any]] = {
+    "advantage": lambda group: (-round(group.largest_advantage(), 6), -group.step),
     "newest": lambda group: -group.step,
     "oldest": lambda group: group.step,
     "worst": lambda group: group.mean(math.inf),
@@ -72,7 +84,7 @@ class Query:
     """The filter and the order of groups. Empty fields do not filter."""
 
     step: int | None = None
-    sort: str = "newest"
+    sort: str = "advantage"
     show: str = "all"
     error: str = ""
     task: str = ""

@@ -169,7 +169,7 @@ def _urls(run: RunFiles, base: str, hashes: Iterable[str]) -> dict[str, str]:
 
 def _links(run: RunFiles, diagnosis: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Returns (title, query) for each page of groups that the report keeps."""
-    links: list[tuple[str, dict[str, Any]]] = [("newest", {})]
+    links: list[tuple[str, dict[str, Any]]] = [("largest advantage", {})]
     steps = [entry.step for entry in run.entries()]
     if steps:
         links += [("first step", {"step": min(steps)}), ("last step", {"step": max(steps)})]

@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from agentrl.config import RunConfig
+from agentrl.config.sections import ModelSection
 from agentrl.errors import DataError
 from agentrl.evaluate.episodes import SUITE_FILE
 from agentrl.rollout.index import TrajectoryIndex
@@ -179,7 +181,7 @@ class RunFiles:
             "num_steps": num_steps,
             "env": _at(config, "env", "id"),
             "model": _at(config, "model", "path"),
-            "preset": _at(config, "objective", "preset"),
+            "preset": _objective(config),
             "rewards": binned([value for _, value in rewards], SPARKLINE_POINTS),
             "reward": number(metrics[-1].get(REWARD)) if metrics else None,
             "written": _modified(self.path / METRICS_FILE),
@@ -192,8 +194,16 @@ class RunFiles:
             **self.summary(),
             "lacks": self.lacks(),
             "config": flat(self.config()),
+            "changed": self.changed(),
             "config_text": self.config_text(),
             "num_trajectories": len(self.entries()),
+        }
+
+    def changed(self) -> dict[str, str]:
+        """Returns the keys whose value is not the default, with their values as JSON."""
+        defaults = flat(RunConfig(model=ModelSection(path="-")).to_json(exclude_none=True))
+        return {
+            key: value for key, value in flat(self.config()).items() if defaults.get(key) != value
         }
 
     def curves(self, after: int = 0) -> dict[str, Any]:
@@ -247,11 +257,13 @@ def _run_dirs(paths: Iterable[Path]) -> Iterable[Path]:
         if _is_run(path):
             yield path
         elif path.is_dir():
-            for child in sorted(path.iterdir()):
-                if _is_run(child):
-                    yield child
-                elif (child / SUITE_FILE).exists():
-                    yield from _cells(child)
+            # A project's folder holds its runs in runs/.
+            for folder in (path, path / "runs"):
+                for child in sorted(folder.iterdir()) if folder.is_dir() else ():
+                    if _is_run(child):
+                        yield child
+                    elif (child / SUITE_FILE).exists():
+                        yield from _cells(child)
             if (path / SUITE_FILE).exists():
                 yield from _cells(path)
 
@@ -288,6 +300,14 @@ def _decoder(file: Path, _modified_ns: int) -> Decode | None:
 def _at(config: dict[str, Any], section: str, key: str) -> Any:
     table = config.get(section)
     return table.get(key) if isinstance(table, dict) else None
+
+
+def _objective(config: dict[str, Any]) -> str | None:
+    """Returns the preset and the functions of the user's own that replace parts of it."""
+    values = {key: _at(config, "objective", key) for key in ("advantage", "loss")}
+    own = [f"own {key}" for key, value in values.items() if value not in (None, "none")]
+    preset = _at(config, "objective", "preset")
+    return ", ".join(filter(None, [preset, *own])) or None
 
 
 def _modified(path: Path) -> float | None:

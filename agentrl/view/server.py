@@ -222,7 +222,7 @@ def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | No
 
 def _query(
     step: int | None = None,
-    sort: str = "newest",
+    sort: str = "advantage",
     show: str = "all",
     error: str = "",
     task: str = "",

@@ -16,7 +16,7 @@ def config(tmp_path, **run) -> RunConfig:
 
 
 def directory(tmp_path, **run):
-    path, lock = run_directory(config(tmp_path, **run))
+    path, lock, _ = run_directory(config(tmp_path, **run))
     lock.close()
     return path
 
@@ -37,6 +37,17 @@ def test_a_new_run_never_touches_an_old_one(tmp_path, monkeypatch):
     use(second)
     assert directory(tmp_path).as_posix() == "runs/r-3"
     assert directory(tmp_path, resume=True) == second, "the newest that holds a run"
+
+
+def test_the_line_says_where_and_how_the_old_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    use(directory(tmp_path))
+    _, lock, line = run_directory(config(tmp_path))
+    lock.close()
+    assert "runs/r-2" in line and "--resume --run.dir runs/r" in line and "step 1" in line
+    _, lock, line = run_directory(config(tmp_path, resume=True))
+    lock.close()
+    assert line == "continues runs/r (step 1)"
 
 
 def test_an_explicit_directory_in_use_is_an_error_unless_resumed(tmp_path):

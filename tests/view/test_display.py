@@ -22,7 +22,7 @@ METRICS = {
     "reward/std": 0.25,
     "loss/policy": -0.0021,
     "policy/kl_old_new": 1.5e-5,
-    "policy/entropy": float("nan"),
+    "policy/rollout_train_logprob_diff_mean": float("nan"),
     "train/tokens_per_s": 12345.0,
     "rollout/error_fraction": 0.0,
 }
@@ -47,14 +47,26 @@ def test_a_log_gets_one_line_per_step_and_the_curve():
     lines = text.splitlines()
     steps = [line for line in lines if re.match(r"step \d/5  ", line)]
     assert len(steps) == 3
-    assert "reward 0.2  reward std 0.25  loss -0.0021  kl 1.5e-05" in steps[1]
-    assert "entropy" not in text, "a value that is not finite is left out"
+    assert "reward 0.2  errors 0  tokens/s 12.3k" in steps[1]
+    assert "mismatch" not in text, "a value that is not finite is left out"
     assert "\x1b" not in text and "\r" not in text
     note = next(line for line in lines if line.startswith("checkpoint of step 2"))
     assert note.count("a remedy") == 2, "a note is not wrapped"
-    assert "reward: 0.1 at the start, 0.3 at the end, 0.3 at best (step 3)" in lines
+    assert "reward: 0.1 at step 1, 0.3 at step 3, 0.3 at best (step 3)" in lines
     assert "3 steps in 0 s" in lines
     assert re.search("[⠀-⣿]", text)
+
+
+def test_evaluations_are_shown_where_they_were_played():
+    file = io.StringIO()
+    with Display(3, "a run", file=file) as display:
+        display.step(1, METRICS | {"eval/avg@4": 0.5, "eval/pass@4": 1.0})
+        display.step(2, METRICS)
+        display.step(3, METRICS | {"eval/avg@4": 0.75, "eval/hard/avg@1": 0.125})
+    lines = file.getvalue().splitlines()
+    assert "  held-out 0.5  " in lines[0] and "held-out" not in lines[1]
+    assert "  held-out 0.75  held-out hard 0.125  " in lines[2]
+    assert "held-out: 0.5 at step 1, 0.75 at step 3, 0.75 at best (step 3)" in lines
 
 
 def test_an_ascii_log_gets_ascii():
@@ -89,9 +101,11 @@ def test_a_resumed_run_counts_on_from_its_step(monkeypatch):
 
 def test_the_curve_of_a_resumed_run_begins_where_the_run_did():
     file = io.StringIO()
-    with Display(10, "a run", earlier=[(1, 0.125), (2, 0.25)], file=file) as display:
+    earlier = [{"step": 1, "reward/mean": 0.125}, {"step": 2, "eval/avg@1": 0.25}]
+    with Display(10, "a run", earlier=earlier, file=file) as display:
         display.step(3, METRICS)
-    assert "reward: 0.125 at the start" in file.getvalue()
+    assert "reward: 0.125 at step 1" in file.getvalue()
+    assert "held-out: 0.25 at step 2" in file.getvalue()
     assert "1 step in" in file.getvalue()
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -109,7 +110,7 @@ def test_a_window_of_tokens_lines_up_with_the_trajectory(client, base, planted):
     (_, trajectory), *_ = read_trajectories(planted, steps=range(2, 3))
     (row,) = trajectory.branches
     (signals,) = read_signals(planted, 2)[trajectory.trajectory_id]
-    found = client.get(f"{base}/groups", step=2)
+    found = client.get(f"{base}/groups", step=2, sort="oldest")
     member = found["groups"][0]["members"][0]
     path = f"{base}/trajectories/2/{member['offset']}"
     tokens = client.get(f"{path}/tokens", row=0, start=2, count=5)
@@ -127,6 +128,19 @@ def test_a_window_of_tokens_lines_up_with_the_trajectory(client, base, planted):
     assert question["content"] == trajectory.messages[0]["content"]
     for wrong in (f"{path}/tokens?row=7", f"{base}/trajectories/2/7", f"{base}x/metrics"):
         assert client.response(wrong).status_code == 404
+
+
+def test_the_first_groups_are_those_with_the_largest_advantage(client, base):
+    groups = client.get(f"{base}/groups", limit=100)["groups"]
+
+    def largest(group) -> float:
+        rewards = [member["reward"] for member in group["members"]]
+        deviation = statistics.pstdev(rewards)
+        mean = statistics.fmean(rewards)
+        return max(abs(r - mean) / deviation for r in rewards) if deviation else 0.0
+
+    ranks = [(-round(largest(group), 6), -group["step"]) for group in groups]
+    assert ranks == sorted(ranks) and ranks[0] < ranks[-1]
 
 
 @pytest.mark.parametrize("sort", ["worst", "best", "longest", "surprising", "oldest", "newest"])
@@ -204,6 +218,21 @@ def test_a_forest_of_rows_is_shown_row_by_row(tmp_path):
     said = [client.get(f"{path}/messages", row=row)["messages"][0]["content"] for row in (0, 1)]
     assert said == ["plan", "help"]
     assert client.get(f"{path}/tokens", row=1)["ids"] == [1, 2, 4, 5]
+
+
+def test_the_configuration_begins_with_what_is_not_a_default(tmp_path, planted):
+    project = tmp_path / "project"
+    shutil.copytree(planted, project / "runs" / "one")
+    (project / "runs" / "one" / "config.toml").write_text(
+        '[run]\nseed = 5\nnum_steps = 100\n[model]\npath = "m"\n[objective]\npreset = "grpo"\n'
+        'loss = "mine.py:loss"\nadvantage = "none"\n'
+    )
+    client = Client(project)  # a project's runs are found in runs/
+    (run,) = client.get("/api/runs")
+    assert run["preset"] == "grpo, own loss"
+    changed = client.get(f"/api/runs/{run['id']}")["changed"]
+    assert changed["run.seed"] == "5" and changed["model.path"] == '"m"'
+    assert "run.num_steps" not in changed, "100 is the default"
 
 
 def test_an_old_run_opens_and_says_what_it_lacks(tmp_path):

@@ -1,7 +1,7 @@
 "use strict";
 // The groups of a run: the trajectories of one task side by side, sorted and filtered.
 
-const SORTS = { newest: "newest first", oldest: "oldest first", worst: "worst reward", best: "best reward", longest: "longest", surprising: "most surprising token", malformed: "most malformed calls" };
+const SORTS = { advantage: "largest advantage first", newest: "newest first", oldest: "oldest first", worst: "worst reward", best: "best reward", longest: "longest", surprising: "most surprising token", malformed: "most malformed calls" };
 const SHOWS = { all: "all", failed: "failed", malformed: "malformed calls", tool_errors: "tool errors", truncated: "cut short", zero_variance: "zero variance", mixed: "different rewards", dropped: "dropped by a filter" };
 const GROUPS_ON_PAGE = 20;
 
@@ -20,7 +20,7 @@ async function groupsPage(page, id, parameters) {
     runHeader(run, "/groups"),
     stored
       ? el("nav.stored", {}, el("span.faint", {}, "kept in this report: "), stored.groups.map(([text, link]) => el("a", { href: address(`run/${id}/groups`, link) }, text)))
-      : el("form.filters", { onsubmit: (event) => event.preventDefault() }, write("step", "step", "number"), choose("sort", "sort", SORTS, "newest"), choose("show", "show", SHOWS, "all"), found.errors.length ? choose("error", "error", errors, "") : null, write("task", "task"), write("text", "text")),
+      : el("form.filters", { onsubmit: (event) => event.preventDefault() }, write("step", "step", "number"), choose("sort", "sort", SORTS, "advantage"), choose("show", "show", SHOWS, "all"), found.errors.length ? choose("error", "error", errors, "") : null, write("task", "task"), write("text", "text")),
   );
   const count = el("p.faint.count", {}, `${plural(found.num_found, "group")} of ${number(found.num_groups)}`);
   const groups = el("div", {}, found.groups.map((group) => groupCard(id, group)));

@@ -1,9 +1,11 @@
 "use strict";
 // One run: its curves, its configuration, and the diagnosis.
 
-const KEY_METRICS = ["reward/std", "loss/policy", "policy/kl_ref", "policy/kl_old_new", "policy/entropy", "train/grad_norm", "rollout/error_fraction", "rollout/truncated_fraction", "rollout/tokens_per_trajectory", "train/tokens_per_s"];
+// Patterns, in the order of the page: what decides whether a run learns stands first.
+const KEY_METRICS = [/^eval\/(.+\/)?avg@/, /^reward\/std$/, /^policy\/rollout_train_logprob_diff_mean$/, /^policy\/kl_ref$/, /^policy\/entropy$/, /^train\/grad_norm$/, /^rollout\/(error_fraction|truncated_fraction|tokens_per_trajectory)$/, /^train\/tokens_per_s$/];
+const keyPlace = (key) => KEY_METRICS.findIndex((pattern) => pattern.test(key));
 const SECTIONS = [
-  ["key metrics", (key) => KEY_METRICS.includes(key)],
+  ["key metrics", (key) => keyPlace(key) >= 0],
   ["rewards", (key) => key.startsWith("reward/")],
   ["times and speed", (key) => key.startsWith("time/") || key.endsWith("_per_s")],
   ["rollouts", (key) => /^(rollout|env|error|group)\//.test(key)],
@@ -103,7 +105,7 @@ async function runPage(page, id, parameters) {
   const constants = [];
   for (const [name, belongs] of SECTIONS) {
     const keys = [...left].filter(belongs);
-    if (name === "key metrics") keys.sort((a, b) => KEY_METRICS.indexOf(a) - KEY_METRICS.indexOf(b));
+    if (name === "key metrics") keys.sort((a, b) => keyPlace(a) - keyPlace(b));
     const cards = [];
     for (const key of keys) {
       left.delete(key);
@@ -147,7 +149,14 @@ function rewardCard(curves, onstep, log, over, x, meaning) {
 
 async function configPage(page, id) {
   const run = await ask("runs/" + id);
-  page.append(runHeader(run, "/config"), el("pre.card.config", {}, run.config_text || "no config.toml"));
+  const changed = Object.entries(run.changed);
+  page.append(
+    runHeader(run, "/config"),
+    changed.length ? el("h2", {}, "set by this run") : null,
+    changed.length ? el("pre.card.config", {}, changed.map(([key, value]) => `${key} = ${value}`).join("\n")) : null,
+    el("h2", {}, "all of it"),
+    el("pre.card.config", {}, run.config_text || "no config.toml"),
+  );
   return 0;
 }
 
