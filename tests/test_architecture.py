@@ -36,7 +36,7 @@ ALLOWED = {
     "inference": {"model"},
     "rollout": {"agentrl_rewards", "config", "env", "inference", "model"},
     "evaluate": {"config", "env", "rollout"},
-    "view": {"env", "evaluate", "rollout"},
+    "view": {"config", "env", "evaluate", "rollout"},
     "train": {
         "algo",
         "config",

@@ -121,8 +121,12 @@ def program(checkout) -> Path:
     shutil.copy(ROOT / ".ci" / "run", checkout / ".ci")
     (checkout / ".gitignore").write_text(".cache\nbin\n")
     (checkout / "bin").mkdir()
-    (checkout / "bin" / "make").write_text('#!/bin/sh\ncase "$*" in $BREAKS) exit 2 ;; esac\n')
-    (checkout / "bin" / "make").chmod(0o755)
+    for command, text in {
+        "make": 'case "$*" in $BREAKS) sleep 1; exit 2 ;; esac',
+        "slurmd": "",
+    }.items():
+        (checkout / "bin" / command).write_text(f"#!/bin/sh\n{text}\n")
+        (checkout / "bin" / command).chmod(0o755)
     commit(checkout, "README.md")
     return checkout
 
@@ -150,6 +154,12 @@ def test_a_stage_that_passes_is_recorded(program):
     (program / "README.md").write_text("changed")
     assert run(program, "slow").returncode == 0
     assert not (program / ".ci" / "passed" / "slow").exists()
+
+
+def test_a_stage_that_runs_beside_others_is_waited_for(program):
+    done = run(program, "docs", "cluster", BREAKS="test-cluster*")
+    assert done.returncode == 1
+    assert "=== cluster FAILED; from its output" in done.stdout and "docs passed" in done.stdout
 
 
 def test_nothing_more_runs_after_the_required_lane_failed(program):
