@@ -58,8 +58,9 @@ METRICS: dict[str, str] = {
     "error/<code>": "Trajectories that failed with this code, such as `step_timeout`, "
     "`grader_error` or `turn_timeout`.",
     "env/<name>": "A metric of the environment, mean over trajectories with a reward. "
-    "`tool_calls`, `tool_errors` (a tool raised or ran out of time) and `invalid_calls` "
-    "(unreadable, of an unknown tool, or with wrong arguments) are counted for every environment.",
+    "`tool_calls` and `tool_errors` (a tool raised or ran out of time) are counted for every "
+    "environment.",
+    "env/invalid_calls": "Calls that are unreadable, of an unknown tool, or with wrong arguments.",
     "env/unseen_tools": "Tools on offer that the first prompt does not name, as some chat "
     "templates leave them out; absent where there are none.",
     "env/<environment>/<metric>": "Of a run with several `[[env]]`: a metric of `reward/`, "
