@@ -53,7 +53,6 @@ PARITY_TOKENS = 32
 
 async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
     """Runs all checks of one server, the most important ones first."""
-    from agentrl.inference.token_api import COMPLETIONS, GENERATE
     from agentrl.inference.vllm import VLLMEngine
 
     token = config.inference.token
@@ -78,33 +77,12 @@ async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
         if _json(await _ask(http, "GET", "/is_paused")).get("is_paused"):
             yield "fix", f"it is paused and answers no requests; run curl -X POST {url}/resume"
             return
-        try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
-                await engine.start()
-        except (InferenceError, TimeoutError) as error:
-            yield "fix", f"tokens: {error or 'no answer to the probe'}"
+        found = await _tokens(engine, url)
+        yield found
+        if found[0] == "fix":
             return
-        endpoint, raw = engine.probe_result(url)
-        if endpoint == GENERATE:
-            yield "ok", f"token ids in and out at {GENERATE}, with weight versions"
-        else:
-            yield (
-                "note",
-                f"token ids in and out at {COMPLETIONS}, which does not report which weights "
-                "sampled them, so a restart or update in between goes unnoticed; start it with "
-                "--enable-scale-out",
-            )
-        if not raw:
-            yield "ok", "log-probs are those of the sampled distribution (processed)"
-        else:
-            yield (
-                "note" if config.rollout.temperature == 1 else "fix",
-                "log-probs are those of the raw logits, which match the sampled distribution only "
-                "at temperature 1; start it with --logprobs-mode processed_logprobs",
-            )
-        yield await _generation_config(http, config)
+        yield _raw(engine, url, config, "with --logprobs-mode processed_logprobs")
         yield await _update_routes(http, config)
-        yield await _prefix_cache(http)
         for finding in _rounding(await _server_info(http)):
             yield finding
         yield await _open_routes(url)
@@ -143,22 +121,11 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
                 f"its context is {context} tokens, but rollout.max_context_tokens is {needed}; "
                 f"start it with --context-length {needed}, or lower rollout.max_context_tokens",
             )
-        try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
-                await engine.start()
-        except (InferenceError, TimeoutError) as error:
-            yield "fix", f"tokens: {error or 'no answer to the probe'}"
+        found = await _tokens(engine, url)
+        yield found
+        if found[0] == "fix":
             return
-        endpoint, raw = engine.probe_result(url)
-        yield "ok", f"token ids in and out at {endpoint}, with weight versions"
-        if not raw:
-            yield "ok", "log-probs are those after the temperature (and before top_p and top_k)"
-        else:
-            yield (
-                "note" if config.rollout.temperature == 1 else "fix",
-                "log-probs are those of the raw logits, which match the sampled distribution only "
-                "at temperature 1; start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
-            )
+        yield _raw(engine, url, config, "without SGLANG_RETURN_ORIGINAL_LOGPROB")
         if workers is None:
             missing = [route for route in SGLANG_ROUTES if not await _has_route(http, route)]
             label = _json(await _ask(http, "GET", "/model_info")).get("weight_version")
@@ -169,6 +136,40 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
             yield await _open_routes(url, OPEN_SGLANG_ROUTES)
             if config.model.path:
                 yield await _parity(url, engine, http, config)
+
+
+async def _tokens(engine: ServerEngine, url: str) -> Result:
+    """Asks for a few tokens, as a run does when it starts."""
+    from agentrl.inference.token_api import COMPLETIONS
+
+    try:
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            await engine.start()
+    except (InferenceError, TimeoutError) as error:
+        return "fix", f"tokens: {error or 'no answer to the probe'}"
+    endpoint, _ = engine.probe_result(url)
+    if endpoint != COMPLETIONS:
+        return "ok", f"token ids in and out at {endpoint}, with weight versions"
+    return (
+        "note",
+        f"token ids in and out at {COMPLETIONS}, which does not report which weights sampled them, "
+        "so a restart or update in between goes unnoticed; start it with --enable-scale-out",
+    )
+
+
+def _raw(engine: ServerEngine, url: str, config: RunConfig, start_with: str) -> Result:
+    """Says whether log-probabilities are those of the sampled distribution.
+
+    Args:
+        start_with: how to start the server so that they are.
+    """
+    if not engine.probe_result(url)[1]:
+        return "ok", "log-probs are those of the sampled distribution (before top_p and top_k)"
+    return (
+        "note" if config.rollout.temperature == 1 else "fix",
+        "log-probs are those of the raw logits, which match the sampled distribution only at "
+        f"temperature 1; start it {start_with}",
+    )
 
 
 async def _served_model(http: httpx.AsyncClient, config: RunConfig) -> Result:
@@ -192,45 +193,6 @@ async def _served_model(http: httpx.AsyncClient, config: RunConfig) -> Result:
     return "ok", f"serves {name!r}, context {context} >= rollout.max_context_tokens {needed}"
 
 
-async def _generation_config(http: httpx.AsyncClient, config: RunConfig) -> Result:
-    """Checks whether the server applies sampling defaults from the model's generation config.
-
-    Compares the most likely next tokens with all sampling parameters omitted and with all set to
-    neutral values: a default temperature, top_k, top_p or penalty changes their log-probabilities.
-    """
-    request = {
-        "model": config.inference.model,
-        "prompt": [1, 2, 3, 1, 2, 3],
-        "max_tokens": 1,
-        "logprobs": 5,
-        "seed": 0,
-    }
-    neutral = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }
-    seen = []
-    for parameters in ({}, neutral):
-        answer = await _ask(http, "POST", "/v1/completions", request | parameters)
-        choices = _json(answer).get("choices")
-        if not choices or not choices[0].get("logprobs"):
-            return "note", "generation config: no log-probs at /v1/completions"
-        likeliest = choices[0]["logprobs"]["top_logprobs"][0]
-        seen.append(sorted(likeliest.values(), reverse=True)[:5])
-    difference = max(abs(left - right) for left, right in zip(*seen, strict=False))
-    if difference < 1e-3:
-        return "ok", "generation config: no defaults of the model are applied"
-    return (
-        "note",
-        "generation config: the model's own defaults change how /v1 samples when a parameter is "
-        f"omitted (log-probs change by {difference:.2g}); agentrl sends every parameter, but other "
-        "clients may not; start it with --generation-config vllm",
-    )
-
-
 async def _update_routes(http: httpx.AsyncClient, config: RunConfig) -> Result:
     wanted = "nccl" if config.inference.transfer == "nccl" else "agentrl"
     remedy = (
@@ -250,16 +212,6 @@ async def _update_routes(http: httpx.AsyncClient, config: RunConfig) -> Result:
         )
     label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")
     return "ok", f"weight updates: all routes are there; its weights are {label!r}"
-
-
-async def _prefix_cache(http: httpx.AsyncClient) -> Result:
-    if await _has_route(http, "/reset_prefix_cache"):
-        return "ok", "prefix cache: can be reset, and a pause resets it"
-    return (
-        "note",
-        "prefix cache: no /reset_prefix_cache, so only a pause resets it; start the server with "
-        "VLLM_SERVER_DEV_MODE=1",
-    )
 
 
 def _rounding(info: dict) -> Iterator[Result]:

@@ -48,12 +48,10 @@ class ChatPolicy:
     """Does not retry by itself (`max_retries=0`)."""
     model: str
     max_turn_tokens: int
-    temperature: float | None
-    """None leaves it to the server."""
     dialect: Dialect
     """Reads what the server leaves in the text; most read reasoning and calls themselves."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of `SamplingParams`; what is not in it is the server's own."""
+    """Fields of `SamplingParams`; what is not in it is the server's own."""
     retry_for_s: float = 120.0
     """How long a request waits for a server that is down, busy or answers nonsense."""
     needs_usage: bool = False
@@ -87,7 +85,6 @@ class ChatPolicy:
             "model": self.model,
             "messages": [_wire_message(message) for message in trajectory.messages],
             **({"tools": tools} if tools else {}),
-            **({} if self.temperature is None else {"temperature": self.temperature}),
             # Of a request alone, or all samples of a task would be the same.
             **({} if seed is None else {"seed": request_seed(seed, request_id)}),
             **own,

@@ -210,7 +210,6 @@ def _chat_policy(config: RunConfig) -> Policy:
         client,
         config.inference.model,
         sampling.pop("max_tokens"),
-        sampling.pop("temperature", None),
         named_dialect(config.rollout.dialect),
         sampling=sampling,
         retry_for_s=config.inference.retry_for_s,

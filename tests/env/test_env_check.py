@@ -161,7 +161,7 @@ def test_what_looks_sound_is_caught_and_what_looks_odd_is_not(monkeypatch, tmp_p
 def test_a_server_is_checked_over_http(serve_environments):
     with serve_environments([Good, ToolLosesItsBackend]) as (url, _):
         passed = outcomes(url, None, "pass", env_id="Good")
-        assert {"tasks", "determinism", "isolation", "finite", "tool_calls"} <= set(passed)
+        assert {"tasks", "determinism", "isolation", "bad_actions", "tool_calls"} <= set(passed)
         assert outcomes(url, None, env_id="Good") == {}
         for env_id, says in [(None, "say which one"), ("Other", "no 'Other'")]:
             with pytest.raises(ConfigError, match=says):
@@ -217,14 +217,14 @@ def test_samples_fit_their_schemas():
 
 @pytest.mark.slow
 def test_the_command(capsys):
-    status = main(["env", "check", "broken_envs:Good", "--only", "tasks", "--only", "finite"])
+    status = main(["env", "check", "broken_envs:Good", "--only", "tasks", "--only", "bad_actions"])
     out = capsys.readouterr().out
     assert status == 0 and "2 passed, 0 failed, 0 skipped" in out
 
-    status = main(["env", "check", "broken_envs:MeanOfNothing", "--only", "finite", "--json"])
+    status = main(["env", "check", "broken_envs:MeanOfNothing", "--only", "bad_actions", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert status == 1 and result["status"] == "fail" and "nan" in result["detail"]
-    assert result["asserts"].startswith("Rewards, components and metrics are finite")
+    assert result["asserts"].startswith("An agent's mistakes")
 
     assert main(["env", "check", "broken_envs:Nothing"]) == 2
     assert main(["env", "check", "broken_envs:Good", "--only", "speed"]) == 2
@@ -251,7 +251,7 @@ def in_a_worker(name, names):
 
 @pytest.mark.slow
 def test_a_check_that_ends_the_process_has_failed_and_the_others_go_on():
-    results = in_a_worker("EndsTheProcess", ["tools", "episodes", "finite"])
+    results = in_a_worker("EndsTheProcess", ["tools", "episodes", "bad_actions"])
     assert [result.status for result in results.values()] == ["pass", "fail", "fail"]
     assert "the process ended with exit status 3 during this check" in results["episodes"].detail
 

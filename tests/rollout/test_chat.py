@@ -35,7 +35,7 @@ async def act(*replies, dialect="hermes"):
     trajectory = Trajectory("e", "g", "env", "t", 0)
     async with listening(app) as url:
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key="x")
-        policy = ChatPolicy(client, "m", 64, 0.0, DIALECTS[dialect])
+        policy = ChatPolicy(client, "m", 64, DIALECTS[dialect])
         policy.read(trajectory, [ASKED], [], tools_changed=False)
         actions = [await policy.act(trajectory, []) for _ in replies]
         await policy.aclose()
@@ -100,7 +100,7 @@ async def ask(*answers, **settings):
     trajectory = Trajectory("e", "g", "env", "t", 0)
     async with listening(app) as url:
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
-        policy = ChatPolicy(client, "m", 64, 0.0, DIALECTS["hermes"], **settings)
+        policy = ChatPolicy(client, "m", 64, DIALECTS["hermes"], **settings)
         policy.read(trajectory, [ASKED], [], tools_changed=False)
         try:
             return await policy.act(trajectory, []), asked

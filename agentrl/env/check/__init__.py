@@ -8,7 +8,6 @@ is the statement that it checks, which reports show to the user.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import time
@@ -23,7 +22,6 @@ from agentrl.env.check.episodes import (
     check_determinism,
     check_ends,
     check_episodes,
-    check_finite,
     check_isolation,
     check_tool_calls,
 )
@@ -43,15 +41,8 @@ __all__ = [
     "select",
 ]
 
-TIMEOUT_S = 120.0
-"""Seconds after which a check has failed; ten times that with `thorough`."""
-SLOW_FACTOR = 5
-"""Factor on the time limit for an environment whose `reset_timeout_s` is above `TIMEOUT_S`."""
 HUNG = "did not finish"
 """Beginning of the detail of a check that did not end."""
-STOP_S = 5.0
-"""Seconds to wait for a check that was cancelled."""
-
 _WITHOUT_EPISODES = ("tasks", "tools")
 """Checks that still run after an episode has hung."""
 
@@ -65,7 +56,6 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
     "ends": check_ends,
     "tool_calls": check_tool_calls,
     "bad_actions": check_bad_actions,
-    "finite": check_finite,
     "determinism": check_determinism,
     "isolation": check_isolation,
     "globals": check_globals,
@@ -102,11 +92,6 @@ def asserts(name: str) -> str:
     return " ".join(paragraph.split())
 
 
-def timeout_of(thorough: bool) -> float:
-    """Returns the seconds that a check may take."""
-    return TIMEOUT_S * (10 if thorough else 1)
-
-
 def hung(name: str, seconds: float) -> CheckResult:
     """Returns the result of a check that did not end."""
     detail = f"{HUNG} within {seconds:.0f} s"
@@ -134,27 +119,17 @@ def select(only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[str]:
 async def run_check(name: str, subject: Subject) -> CheckResult:
     """Runs one check and returns its result.
 
-    The check is abandoned at its time limit even if the author's code ignores its cancellation.
-    Code that blocks the event loop can only be stopped from another process; see `worker`.
+    Every call of the author's code has a time limit; code that blocks the event loop can only be
+    stopped from another process, see `worker`.
     """
     started = time.monotonic()
     status: Literal["pass", "fail", "skip"] = "pass"
     remedy, cause = "", ""
-    declared = subject.environment
-    is_slow = declared is not None and declared.reset_timeout_s > TIMEOUT_S
-    timeout_s = timeout_of(subject.thorough) * (SLOW_FACTOR if is_slow else 1)
     if subject.hangs and name not in _WITHOUT_EPISODES:
         detail = "a reset or step of this environment hangs, so no further episodes were played"
         return CheckResult(name, asserts(name), "skip", detail, "", 0.0)
-    check = asyncio.ensure_future(CHECKS[name](subject))
-    await asyncio.wait({check}, timeout=timeout_s)
-    if not check.done():
-        check.cancel()
-        await asyncio.wait({check}, timeout=STOP_S)
-        check.add_done_callback(lambda late: late.cancelled() or late.exception())
-        return hung(name, timeout_s)
     try:
-        detail = check.result()
+        detail = await CHECKS[name](subject)
     except CheckSkipped as skipped:
         status, detail = "skip", str(skipped)
     except CheckFailed as failed:

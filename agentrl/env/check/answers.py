@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from agentrl.env.check.episodes import NO_OP, UNKNOWN_TOOL
@@ -20,77 +20,57 @@ from agentrl.env.check.subject import (
 from agentrl.env.protocol import TaskSpec
 from agentrl.env.tools import rewards_of
 from agentrl.env.transport import Transport
-from agentrl.types import JSON, Action, Task, ToolCall
+from agentrl.types import JSON, Action
 
 
 async def check_canary(subject: Subject) -> str:
     """The reference answer never reaches the agent, whatever it tries."""
-    num_texts, num_replaced = 0, 0
+    num_texts = 0
     subject.local()
     async with subject.transport() as transport:
         for seed, spec in enumerate(subject.specs(8 if subject.thorough else 3)):
             task = await subject.task(spec)
             actions = await subject.moves(spec, seed)
             tries = [actions, [Action(text="42")], [UNKNOWN_TOOL] * 2, [NO_OP] * 2]
-            num_texts += await _look_for_reference(subject, transport, spec, seed, task, tries)
             # A made-up reference cannot occur by chance, so it can be searched for even if the
             # task's own is too short or common. Episodes with it fail in an environment that looks
             # something up by the reference; then only the task's own is tried.
-            replaced = dataclasses.replace(task, reference=_canary(task.reference))
-            if replaced.reference is not None and not _fails(
-                await subject.play(transport, TaskSpec(inline=replaced), seed, actions)
-            ):
-                num = await _look_for_reference(subject, transport, spec, seed, replaced, tries)
-                num_replaced += num
-    if not num_texts + num_replaced:
+            made_up = replace(task, reference=_canary(task.reference))
+            if _fails(await subject.play(transport, TaskSpec(inline=made_up), seed, actions)):
+                made_up = task
+            for each in (task, made_up):
+                needles = _needles(each.reference, each.prompt)
+                for attempt in tries if needles else ():
+                    events = await subject.play(transport, TaskSpec(inline=each), seed, attempt)
+                    _search(needles, attempt, events, place(spec))
+                    num_texts += len(events)
+    if not num_texts:
         raise CheckSkipped("the references are too short or common to be searched for")
-    return f"{num_texts + num_replaced} texts, {num_replaced} of them with a made-up reference"
+    return f"{num_texts} texts"
 
 
-async def _look_for_reference(
-    subject: Subject,
-    transport: Transport,
-    spec: TaskSpec,
-    seed: int,
-    task: Task,
-    tries: list[list[Action]],
-) -> int:
-    """Plays a task and searches for its reference in everything that the agent is shown.
-
-    Args:
-        tries: the actions of each episode to play.
-
-    Returns:
-        The number of texts searched; 0 if the reference cannot be searched for.
+def _search(needles: list[str], actions: list[Action], events: list[Event], where: str) -> None:
+    """Searches for a reference in all that the agent is shown but did not say itself.
 
     Raises:
-        CheckFailed: the reference was found.
+        CheckFailed: it was found.
     """
-    needles = _needles(task.reference, task.prompt)
-    if not needles:
-        return 0
-    num_texts = 0
-    for actions in tries:
-        own_words = [_plain(_said(action)) for action in actions]
-        for event in await subject.play(transport, TaskSpec(inline=task), seed, actions):
-            num_texts += 1
-            shown = event.get("detail") or json.dumps(
-                [event["observation"], event.get("tools")], ensure_ascii=False
-            )
-            for needle in needles:
-                if needle in _plain(shown) and not any(needle in each for each in own_words):
-                    raise CheckFailed(
-                        f"{place(spec)}: the agent is shown the reference {short(needle)} in "
-                        f"{short(shown[max(shown.find(needle) - 60, 0) :])}",
-                        "leave the reference out of prompts, observations, tool "
-                        "specifications and error messages",
-                    )
-    return num_texts
-
-
-def _said(action: Action) -> str:
-    """Returns the text and the tool arguments of an action as one text."""
-    return action.text + json.dumps([call.arguments for call in action.tool_calls])
+    said = [
+        _plain(each.text + json.dumps([call.arguments for call in each.tool_calls]))
+        for each in actions
+    ]
+    for event in events:
+        shown = event.get("detail") or json.dumps(
+            [event["observation"], event.get("tools")], ensure_ascii=False
+        )
+        for needle in needles:
+            if needle in _plain(shown) and not any(needle in each for each in said):
+                raise CheckFailed(
+                    f"{where}: the agent is shown the reference {short(needle)} in "
+                    f"{short(shown[max(shown.find(needle) - 60, 0) :])}",
+                    "leave the reference out of prompts, observations, tool specifications and "
+                    "error messages",
+                )
 
 
 def _plain(text: str) -> str:
@@ -138,10 +118,10 @@ async def check_oracle(subject: Subject) -> str:
     num_gold, num_wrong = 0, 0
     async with subject.transport() as transport:
         for seed, spec in enumerate(subject.specs(200 if subject.thorough else 8)):
-            task = await subject.task(spec)
-            actions = await subject.gold(task, seed)
-            if actions is None:
+            actions = await subject.gold(spec, seed)
+            if not actions:
                 continue
+            task = await subject.task(spec)
             gold, failure = await _score(subject, transport, spec, seed, actions)
             if gold < 1.0 - 1e-6:
                 raise CheckFailed(
@@ -157,9 +137,11 @@ async def check_oracle(subject: Subject) -> str:
                     "the grader must not reward an empty answer",
                 )
             answer = _answer(task.reference, actions)
+            guesses = {wrong: _said_instead(actions, answer, wrong) for wrong in _wrong(answer)}
             scores = {
                 wrong: (await _score(subject, transport, spec, seed, guess))[0]
-                for wrong, guess in _guesses(_wrong(answer), answer, actions).items()
+                for wrong, guess in guesses.items()
+                if guess is not None
             }
             if scores and min(scores.values()) >= 1.0 - 1e-6:
                 raise CheckFailed(
@@ -177,66 +159,56 @@ def _answer(reference: JSON, gold: list[Action]) -> str:
     """Returns the longest value in the reference that the oracle's actions contain, as text; empty
     if they contain none."""
     if isinstance(reference, dict):
-        found = [_answer(each, gold) for each in reference.values()]
-    elif isinstance(reference, list):
-        found = [_answer(each, gold) for each in reference]
-    elif isinstance(reference, bool) or reference is None:
-        found = []
-    else:
-        text = str(reference)
-        found = [text] if _guesses([_OTHER, "7", "8"], text, gold) else []
-    return max(found, key=len, default="")
+        reference = list(reference.values())
+    if isinstance(reference, list):
+        return max((_answer(each, gold) for each in reference), key=len, default="")
+    if isinstance(reference, bool) or reference is None:
+        return ""
+    wrong = (_said_instead(gold, str(reference), each) for each in (_OTHER, "7", "8"))
+    return str(reference) if any(wrong) else ""
 
 
 _OTHER = "qzx"
 """A wrong answer in letters."""
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
-
-
 def _wrong(answer: str) -> list[str]:
     """Returns answers that are wrong by any standard."""
-    number = _number(answer)
-    if number is None:
+    if not answer:
+        return []
+    try:
+        number = float(answer.replace(",", ""))
+    except ValueError:
         return [f"not {answer[::-1]} at all", _OTHER, "8675309"]
     return [f"{number * 3 + 17:g}", f"{-number - 5:g}", "0" if number else "1"]
 
 
-def _guesses(wrong: list[str], answer: str, gold: list[Action]) -> dict[str, list[Action]]:
-    """Replaces the right answer in the oracle's actions: wrong answer -> actions.
+def _said_instead(gold: list[Action], answer: str, wrong: str) -> list[Action] | None:
+    """Returns the actions with another answer; None if they do not contain the right one, or the
+    other has no place in them, as letters have none in a number."""
 
-    Empty if `answer` is empty or the actions do not contain it.
-    """
-    guesses = {}
-    for each in wrong if answer else []:
-        actions = [_replaced(action, answer, each) for action in gold]
-        if actions != gold:
-            guesses[each] = actions
-    return guesses
+    def swapped(value: JSON) -> JSON:
+        if isinstance(value, dict):
+            return {key: swapped(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [swapped(each) for each in value]
+        if isinstance(value, str):
+            return value.replace(answer, wrong)
+        is_it = not isinstance(value, bool) and str(value) == answer
+        return type(value)(float(wrong)) if is_it else value  # type: ignore[call-arg]
 
-
-def _replaced(action: Action, old: str, new: str) -> Action:
-    calls = tuple(
-        ToolCall(call.id, call.name, {k: _swap(v, old, new) for k, v in call.arguments.items()})
-        for call in action.tool_calls
-    )
-    return Action(action.text.replace(old, new), calls, action.parse_error)
-
-
-def _swap(value: JSON, old: str, new: str) -> JSON:
-    if isinstance(value, str):
-        return value.replace(old, new)
-    if isinstance(value, list):
-        return [_swap(each, old, new) for each in value]
-    if isinstance(value, int | float) and not isinstance(value, bool) and str(value) == old:
-        number = _number(new)
-        return value if number is None else type(value)(number)
-    return value
+    try:
+        actions = [
+            Action(
+                each.text.replace(answer, wrong),
+                tuple(replace(call, arguments=swapped(call.arguments)) for call in each.tool_calls),
+                each.parse_error,
+            )
+            for each in gold
+        ]
+    except ValueError:
+        return None
+    return None if actions == gold else actions
 
 
 async def _score(

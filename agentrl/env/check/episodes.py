@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.env.base import Environment
@@ -26,10 +25,8 @@ from agentrl.env.check.subject import (
     sample_value,
     short,
 )
-from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.tools import rewards_of
 from agentrl.env.transport import Transport
-from agentrl.errors import EnvError
 from agentrl.images import content_text
 from agentrl.types import JSON, Action, ToolCall
 
@@ -37,18 +34,13 @@ NO_OP = Action(text="")
 UNKNOWN_TOOL = Action(tool_calls=(ToolCall("call-x", "no_such_tool", {"x": 1}),))
 RARE_TEXTS = ("", "0", "-1", "1e400", "inf", "nan", "½", "9" * 400, "1/0", "No.", "\N{MINUS SIGN}7")
 """Answers on which a grader's arithmetic may fail."""
+_NUMBERS = (0, -1, 10**18, 1e300, -0.5)
+RARE: dict[Any, Sequence[JSON]] = {"string": RARE_TEXTS, "integer": _NUMBERS, "number": _NUMBERS}
+"""Unusual values by the type of an argument."""
 MAX_LENGTH = 20
 """Turns after which an episode should have ended."""
 CALLS_PER_TOOL = 5
 """How often each tool is called."""
-
-
-_NOT_FINITE = ("finite", "JSON cannot represent", "must be a number", "not JSON serializable")
-
-
-def _which_check(event: Event) -> str:
-    """Returns the name of the check that reports an error, so that no other check does."""
-    return "finite" if any(words in event["detail"] for words in _NOT_FINITE) else "episodes"
 
 
 def _describe(action: Action) -> str:
@@ -75,10 +67,6 @@ def _difference(before: list[Event], now: list[Event]) -> str:
 async def check_close(subject: Subject) -> str:
     """close() returns within 5 s and raises nothing: before the first step, after one, and after
     the end of the episode."""
-    remedy = (
-        "close() must return in every state of an episode: set what it uses in reset(), and limit "
-        "the time of whatever it waits for"
-    )
     subject.local()
     spec = subject.specs(1)[0]
     actions = await subject.moves(spec)
@@ -87,44 +75,26 @@ async def check_close(subject: Subject) -> str:
         ("after one step", actions[:1]),
         ("after the last step", actions),
     ):
-        instance = subject.instance()
-        try:
-            await subject.limit(start_episode(instance, await subject.task(spec), 0), "reset")
-            for action in played:
-                turn = take_turn(instance, action, last=action is actions[-1])
-                await subject.limit(turn, "step")
-        except EnvError:
-            pass  # close() must work after a failure too
-        closing = asyncio.ensure_future(instance.call(instance.close))
-        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
-        if not closing.done():
-            closing.cancel()
-            subject.close_hangs = True
+        if problem := (await subject.play_direct(spec, played)).close_problem:
             raise CheckFailed(
-                f"close() {what} had not returned after {CLOSE_TIMEOUT_S:g} s", remedy
+                f"close() {what} {problem}",
+                "close() must return in every state of an episode: set what it uses in reset(), "
+                "and limit the time of whatever it waits for",
+                cause=problem,
             )
-        if error := closing.exception():
-            message = f"{type(error).__name__}: {error}"
-            raise CheckFailed(f"close() {what} raised {message}", remedy, cause=message)
     return "before the first step, after one, and after the end"
 
 
 async def check_episodes(subject: Subject) -> str:
     """Episodes can be played to their end without an error of the environment or its grader."""
-    num_turns, specs = 0, subject.specs(32 if subject.thorough else 6)
+    num_turns, specs = 0, subject.specs(32 if subject.thorough else 8)
     async with subject.transport() as transport:
         for seed, spec in enumerate(specs):
             events = await subject.play(transport, spec, seed)
             num_turns += len(events) - 1
             for number, event in enumerate(events):
-                if "error" in event and _which_check(event) == "episodes":
-                    raise CheckFailed(
-                        f"{place(spec)}, {'reset' if not number else f'step {number - 1}'}: "
-                        f"{event['error']}: {event['detail']}",
-                        "the server's log has the traceback; return an error that the agent caused "
-                        "as an observation",
-                        cause=event["detail"],
-                    )
+                where = f"{place(spec)}, {'reset' if not number else f'step {number - 1}'}"
+                _require_sound(event, where)
             if not is_over(events[-1]):
                 raise CheckFailed(
                     f"{place(spec)} had not ended after its last turn ({len(events) - 1})",
@@ -132,6 +102,27 @@ async def check_episodes(subject: Subject) -> str:
                     "it",
                 )
     return f"{len(specs)} episodes of {num_turns} turns"
+
+
+def _require_sound(event: Event, where: str) -> None:
+    """Checks that an event is no error and that its numbers are finite.
+
+    Raises:
+        CheckFailed: it is not so.
+    """
+    if "error" in event:
+        raise CheckFailed(
+            f"{where}: {event['error']}: {event['detail']}",
+            "return an error that the agent caused as an observation, raise GraderError if an "
+            "answer cannot be graded, and put only JSON into info; the server's log has the "
+            "traceback",
+            cause=event["detail"],
+        )
+    numbers = [event.get("reward", 0.0), *event.get("metrics", {}).values()]
+    numbers += event.get("reward_components", {}).values()
+    if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
+        remedy = "the server should refuse numbers that are not finite; update it"
+        raise CheckFailed(f"{where} was answered with {short(numbers)}", remedy)
 
 
 async def check_ends(subject: Subject) -> str:
@@ -206,7 +197,7 @@ _BUGS += (
 
 async def check_bad_actions(subject: Subject) -> str:
     """An agent's mistakes (no text, an unknown tool, wrong arguments, an unreadable call, odd
-    characters) get an observation, never an error."""
+    characters) and unusual answers get an observation or a finite reward, never an error."""
     bad = [
         NO_OP,
         UNKNOWN_TOOL,
@@ -214,74 +205,23 @@ async def check_bad_actions(subject: Subject) -> str:
         Action(text="\ud83d \x00 \u202e" + "x" * 20_000),
         Action(tool_calls=(ToolCall("a", "no_such_tool", {}), ToolCall("b", "", {}))),
     ]
+    bad += [Action(text=text) for text in RARE_TEXTS]
     for spec in subject.info.tools:
         function: Any = spec["function"]
-        bad.append(Action(tool_calls=(ToolCall("c", function["name"], {"no_such_argument": []}),)))
-        names = function["parameters"].get("properties", {})
-        wrong: dict[str, JSON] = {name: {"not": "this"} for name in names}
-        bad.append(Action(tool_calls=(ToolCall("d", function["name"], wrong),)))
-    async with subject.transport() as transport:
-        for action, spec in zip(bad, subject.specs(len(bad)), strict=True):
-            event = (await subject.play(transport, spec, actions=[action]))[-1]
-            if "error" in event and _which_check(event) == "episodes":
-                raise CheckFailed(
-                    f"{_describe(action)} was answered by {event['error']}: {event['detail']}",
-                    "return an observation that says what was wrong, as run_tools does",
-                    cause=event["detail"],
-                )
-    return f"{len(bad)} bad actions"
-
-
-async def check_finite(subject: Subject) -> str:
-    """Rewards, components and metrics are finite numbers and info is JSON, even for unusual
-    answers."""
-    num_numbers = 0
-    rare = [[Action(text=text)] for text in RARE_TEXTS]
-    rare += [[call] for call in _rare_calls(subject.info.tools)]
+        schema = function["parameters"]
+        usual: Any = sample_value(schema, random.Random(0), schema.get("$defs", {}))
+        wrong: list[dict[str, JSON]] = [{"no_such_argument": []}]
+        wrong.append({name: {"not": "this"} for name in schema.get("properties", {})})
+        for name, each in schema.get("properties", {}).items():
+            wrong += [usual | {name: value} for value in RARE.get(each.get("type"), ())]
+        bad += [Action(tool_calls=(ToolCall("c", function["name"], each),)) for each in wrong]
     specs = subject.specs(8)
     async with subject.transport() as transport:
-        played = [(spec, seed, await subject.moves(spec, seed)) for seed, spec in enumerate(specs)]
-        played += [(specs[number % 8], 0, actions) for number, actions in enumerate(rare)]
-        for spec, seed, actions in played:
-            for event in await subject.play(transport, spec, seed, actions):
-                if "error" in event:
-                    if _which_check(event) == "finite":
-                        raise CheckFailed(
-                            f"{place(spec)}, {_describe(actions[-1])}: {event['detail']}",
-                            "guard the division or logarithm that caused it, and return a float; "
-                            "raise GraderError if the answer cannot be graded; put only None, "
-                            "bool, numbers, str, list and dict into info",
-                            cause=event["detail"],
-                        )
-                    continue
-                numbers = [event.get("reward", 0.0), *event.get("metrics", {}).values()]
-                numbers += event.get("reward_components", {}).values()
-                num_numbers += len(numbers)
-                if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
-                    raise CheckFailed(
-                        f"{place(spec)} was answered with {short(numbers)}",
-                        "the server should refuse numbers that are not finite; update it",
-                    )
-    return f"{num_numbers} numbers after {len(played)} episodes"
-
-
-def _rare_calls(tools: Sequence[Mapping[str, Any]]) -> list[Action]:
-    """Returns calls of each tool with unusual values for each text and number argument in turn."""
-    actions = []
-    numbers: list[JSON] = [0, -1, 10**18, 1e300, -0.5]
-    for tool in tools:
-        function = tool["function"]
-        schema = function["parameters"]
-        definitions = schema.get("$defs", {})
-        usual = sample_value(schema, random.Random(0), definitions)
-        for name, each in schema.get("properties", {}).items():
-            kind = each.get("type")
-            rare = numbers if kind in ("integer", "number") else []
-            for number, value in enumerate(RARE_TEXTS if kind == "string" else rare):
-                arguments = {**usual, name: value}  # type: ignore[dict-item]
-                call = ToolCall(f"call-{number}", function["name"], arguments)
-                actions.append(Action(tool_calls=(call,)))
-    return actions
+        for number, action in enumerate(bad):
+            spec = specs[number % len(specs)]
+            event = (await subject.play(transport, spec, actions=[action]))[-1]
+            _require_sound(event, f"{place(spec)}, {_describe(action)}")
+    return f"{len(bad)} bad actions"
 
 
 async def check_determinism(subject: Subject) -> str:
@@ -421,8 +361,7 @@ async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None
     actions = await subject.moves(spec)
     before = _shared_state(subject)
     for _ in range(2):
-        with contextlib.suppress(EnvError):  # other checks report it
-            await subject.play_direct(spec, actions)
+        await subject.play_direct(spec, actions)
     for name, value in _shared_state(subject).items():
         if before.get(name) != value:
             return (

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from agentrl.env.check.episodes import NO_OP
 from agentrl.env.check.subject import (
@@ -23,7 +23,6 @@ from agentrl.env.check.subject import (
     short,
 )
 from agentrl.env.protocol import TaskSpec
-from agentrl.errors import EnvError
 
 MAX_BLOCK_S = 0.05
 """Longest time that an episode may hold up the event loop."""
@@ -108,14 +107,22 @@ async def check_globals(subject: Subject) -> str:
     subject.local()
     folder, variables = subject.folder, subject.variables
     printed = _Printed()
+    generators: list[Any] = [random]
+    if numpy := sys.modules.get("numpy"):
+        generators.append(numpy.random)
+    saved, after = [_state(each) for each in generators], []
     try:
         with contextlib.redirect_stdout(printed):
             async with subject.transport() as transport:
+                spec = subject.specs(1)[0]
+                for start in (1, 2):
+                    for each in generators:
+                        each.seed(start)
+                    await subject.play(transport, spec)
+                    after.append([repr(_state(each)) for each in generators])
                 for seed, spec in enumerate(subject.specs(3)):
-                    await subject.play(transport, spec, seed)
                     await subject.play(transport, spec, seed, [NO_OP])
             replaced = sys.stdout is not printed
-        seeded = await _seeded_generator(subject)
         changed = [
             name
             for name in sorted({*variables, *os.environ})
@@ -126,28 +133,42 @@ async def check_globals(subject: Subject) -> str:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(variables)
-    if now != folder:
-        raise CheckFailed(
-            f"an episode changed the working directory to {now}",
+        for each, state in zip(generators, saved, strict=True):
+            (random.setstate if each is random else each.set_state)(state)
+    # A generator was seeded if its state afterwards does not depend on its state before.
+    named = [f"the module {each.__name__}" for each in generators]
+    seeded = [name for name, one, other in zip(named, *after, strict=True) if one == other]
+    problems = {
+        f"changed the working directory to {now}": (
+            now != folder,
             "use absolute paths, or pass cwd= to child processes: all sessions share the directory",
-        )
-    if changed:
-        raise CheckFailed(
-            f"an episode changed os.environ: {', '.join(changed)}",
+        ),
+        f"changed os.environ: {', '.join(changed)}": (
+            changed,
             "pass env= to the processes that you start: other sessions share os.environ",
-        )
-    if seeded:
-        raise CheckFailed(
-            f"an episode seeds {seeded}, which other sessions and the trainer use as well",
+        ),
+        f"seeds {', '.join(seeded)}, which other sessions and the trainer use as well": (
+            seeded,
             "draw from self.rng, which is seeded, or make a generator of your own",
-        )
-    if printed.text or replaced:
-        what = f"prints {short(printed.text.strip(), 60)!r} on standard output"
-        raise CheckFailed(
-            f"an episode {what if printed.text else 'replaces sys.stdout'}",
+        ),
+        f"prints {short(printed.text.strip(), 60)!r} on standard output": (
+            printed.text,
             "use the logging module: programs read a server's standard output",
-        )
+        ),
+        "replaces sys.stdout": (replaced, "leave it: programs read a server's standard output"),
+    }
+    for what, (is_so, remedy) in problems.items():
+        if is_so:
+            raise CheckFailed(f"an episode {what}", remedy)
     return "the working directory, os.environ, output and generators as before"
+
+
+def _state(generator: Any) -> Any:
+    """Returns the state of `random` or of `numpy.random`, comparable as text."""
+    if generator is random:
+        return random.getstate()
+    kind, keys, *rest = generator.get_state()
+    return (kind, [int(key) for key in keys], *rest)
 
 
 class _Printed(io.TextIOBase):
@@ -161,31 +182,3 @@ class _Printed(io.TextIOBase):
     def write(self, text: str, /) -> int:
         self.text = (self.text + text)[:200]
         return len(text)
-
-
-async def _seeded_generator(subject: Subject) -> str | None:
-    """Returns the name of a global generator that an episode seeds; None if it seeds none.
-
-    A generator was seeded if its state afterwards does not depend on its state before.
-    """
-    spec = subject.specs(1)[0]
-    actions = await subject.moves(spec)
-    states: dict[str, list[str]] = {}
-    numpy = sys.modules.get("numpy")
-    saved = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        for start in (1, 2):
-            random.seed(start)
-            if numpy:
-                numpy.random.seed(start)
-            with contextlib.suppress(EnvError):  # other checks report it
-                await subject.play_direct(spec, actions)
-            states.setdefault("the module random", []).append(repr(random.getstate()))
-            if numpy:
-                state = repr(list(numpy.random.get_state()[1]))
-                states.setdefault("numpy.random", []).append(state)
-    finally:
-        random.setstate(saved[0])
-        if numpy:
-            numpy.random.set_state(saved[1])
-    return next((name for name, (one, other) in states.items() if one == other), None)

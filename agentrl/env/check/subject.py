@@ -74,6 +74,18 @@ class CheckSkipped(Exception):
     """A check does not apply; `str()` is the reason."""
 
 
+@dataclass(slots=True)
+class Direct:
+    """An episode that was played without a session: what the author's methods returned."""
+
+    first: list[Message] = field(default_factory=list)
+    """The first prompt."""
+    actions: list[Action] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+    close_problem: str = ""
+    """What was wrong with `close`; empty if nothing was."""
+
+
 Event = dict[str, Any]
 """A reply in an episode as JSON, or `{"error": code, "status": ..., "detail": ...}`."""
 
@@ -109,6 +121,7 @@ class Subject:
     fresh: asyncio.Task[Any] | None = None
     """Plays in two fresh processes; see `agentrl.env.check.fresh`."""
     _tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
+    _moves: dict[tuple[str | None, int | None, int], list[Action]] = field(default_factory=dict)
 
     async def aclose(self) -> None:
         """Calls `close_shared` with what `load_shared` returned."""
@@ -235,6 +248,12 @@ class Subject:
         They are two random calls of tools that do not end the episode, then the oracle's actions;
         without an oracle, or behind a URL, they are random calls, or plain texts without tools.
         """
+        key = (spec.split, spec.index, seed)
+        if key not in self._moves:
+            self._moves[key] = await self._find_moves(spec, seed)
+        return list(self._moves[key])
+
+    async def _find_moves(self, spec: TaskSpec, seed: int) -> list[Action]:
         rng = random.Random(f"{spec.split}/{spec.index}/{seed}")
         if self.environment is None:
             return sample_calls(self.info.tools, rng, MAX_TURNS)
@@ -242,32 +261,18 @@ class Subject:
         going_on = [spec for spec in self.info.tools if tool_name(spec) not in terminal]
         ending = [spec for spec in self.info.tools if tool_name(spec) in terminal]
         first = sample_calls(going_on, rng, 2) if going_on else []
-        gold = await self.gold(await self.task(spec), seed)
-        if gold is not None:
+        if gold := await self.gold(spec, seed):
             return [*first, *gold]
         return [*first, *sample_calls(ending or going_on, rng, 1 if ending else MAX_TURNS - 2)]
 
-    async def gold(self, task: Task, seed: int) -> list[Action] | None:
-        """Returns the actions of the environment's oracle; None if there are none.
+    async def gold(self, spec: TaskSpec, seed: int) -> list[Action]:
+        """Returns the actions of the environment's oracle; none if it has no oracle.
 
         They are played as the oracle yields them, because it may look at the episode in between.
         """
         if self.local().oracle is Environment.oracle:
-            return None
-        instance = self.instance()
-        actions = []
-        # An error here comes again when a check plays the actions, which reports it.
-        with contextlib.suppress(EnvError):
-            await self.limit(start_episode(instance, task, seed), "reset")
-            offered = await self.limit(instance.call(instance.oracle), "step")
-            iterator = iter(offered or ())
-            while (action := await instance.call(next, iterator, None)) is not None:
-                actions.append(action)
-                result = await self.limit(take_turn(instance, action), "step")
-                if result.terminated or result.truncated:
-                    break
-        await self.close(instance)
-        return actions or None
+            return []
+        return (await self.play_direct(spec, None, seed)).actions
 
     async def play(
         self,
@@ -331,40 +336,51 @@ class Subject:
         return to_event(reply)
 
     async def play_direct(
-        self, spec: TaskSpec, actions: list[Action], seed: int = 0
-    ) -> tuple[list[Message], list[StepResult]]:
-        """Plays an episode on an instance without a session.
+        self, spec: TaskSpec, actions: list[Action] | None, seed: int = 0
+    ) -> Direct:
+        """Plays an episode on an instance without a session, until a method raises.
+
+        Args:
+            actions: None: those of the oracle.
 
         Returns:
-            The first prompt and the result of each turn, as the author's methods returned them.
+            What the author's methods returned.
 
         Raises:
-            EnvError: a method raised.
             Hangs: a method did not return in time.
         """
         instance = self.instance()
-        try:
+        played = Direct()
+        with contextlib.suppress(EnvError):  # checks that play in sessions report it
             task = await self.task(spec)
-            first = await self.limit(start_episode(instance, task, seed), "reset")
-            results = []
-            for number, action in enumerate(actions):
-                turn = take_turn(instance, action, last=number + 1 == len(actions))
-                results.append(await self.limit(turn, "step"))
-                if results[-1].terminated or results[-1].truncated:
+            played.first = await self.limit(start_episode(instance, task, seed), "reset")
+            offered = actions
+            if offered is None:
+                offered = await self.limit(instance.call(instance.oracle), "step")
+            iterator = iter(offered or ())
+            while (action := await instance.call(next, iterator, None)) is not None:
+                played.actions.append(action)
+                last = actions is not None and len(played.actions) == len(actions)
+                turn = take_turn(instance, action, last=last)
+                played.results.append(await self.limit(turn, "step"))
+                if played.results[-1].terminated or played.results[-1].truncated:
                     break
-            return first, results
-        finally:
-            await self.close(instance)
+        played.close_problem = await self.close(instance)
+        return played
 
-    async def close(self, instance: Environment) -> None:
-        """Closes an instance. Errors are ignored, since `check_close` reports them."""
-        if not self.close_hangs:
-            closing = asyncio.ensure_future(instance.call(instance.close))
-            await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
-            if not closing.done():
-                closing.cancel()
-            elif not closing.cancelled():
-                closing.exception()
+    async def close(self, instance: Environment) -> str:
+        """Closes an instance and returns what was wrong, for `check_close` to report."""
+        hangs = f"had not returned after {CLOSE_TIMEOUT_S:g} s"
+        if self.close_hangs:
+            return hangs
+        closing = asyncio.ensure_future(instance.call(instance.close))
+        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
+        if not closing.done():
+            closing.cancel()
+            self.close_hangs = True
+            return hangs
+        error = closing.exception()
+        return f"raised {type(error).__name__}: {error}" if error else ""
 
 
 def task_as_json(task: Any) -> JSON:

@@ -92,7 +92,6 @@ class OtherServers:
             client=self._clients[url],
             model=rule.served_model or call.model,
             max_turn_tokens=min(own, call.max_tokens or own),
-            temperature=None,
             dialect=policy.renderer.dialect,
             retry_for_s=RETRY_S,
         )
