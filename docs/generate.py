@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import typing
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -24,6 +25,8 @@ from agentrl.algo.user_functions import ADVANTAGE_INPUTS, LOSS_INPUTS
 from agentrl.cli.main import add_plugins, app
 from agentrl.config import RunConfig
 from agentrl.config.load import FIRST_KEYS, valid_keys
+from agentrl.config.peers import PEERS
+from agentrl.config.toml_text import toml_value
 from agentrl.view.glossary import METRICS
 
 HERE = Path(__file__).parent
@@ -318,7 +321,43 @@ def commands() -> str:
     return f"{_NOTE}\n# Command line\n\n{head}{text}".rstrip() + "\n"
 
 
+def peer(name: str) -> str:
+    """What another trainer's settings are called here."""
+    found = PEERS[name]
+    lines = [
+        _NOTE,
+        f"# Coming from {found.name}",
+        "",
+        "```",
+        f"agentrl import FILE --from {name} --out run.toml",
+        "```",
+        "",
+        "reads a script or configuration without running it, and writes a run file; what it does",
+        f"not take stands at its end. It goes by this table, with names of {found.version}.",
+        found.about,
+        "",
+        f"| {found.name} | agentrl |",
+        "|---|---|",
+    ]
+    for row in found.rows:
+        by_value = [
+            f"`{theirs}`: " + ", ".join(f"`{key} = {toml_value(v)}`" for key, v in mine.items())
+            for theirs, mine in row.values.items()
+            if mine
+        ]
+        keys = [f"`{key}`" for key in (row.to, *row.also) if key]
+        needs = [f"only with `{row.needs}`"] if row.needs else []
+        ours = [", ".join(keys), *by_value, row.note, *needs]
+        cells = (f"`{row.theirs}`", "; ".join(filter(None, ours)))
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    if found.defaults:
+        mine = ", ".join(f"`{key} = {toml_value(value)}`" for key, value in found.defaults.items())
+        lines += ["", f"Its defaults that an imported run file states: {mine}."]
+    return "\n".join(lines) + "\n"
+
+
 PAGES = {
+    **{f"from_{name.replace('-', '_')}.md": partial(peer, name) for name in PEERS},
     "configuration.md": configuration,
     "metrics.md": metrics,
     "commands.md": commands,

@@ -69,7 +69,11 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("", ["--train.learningrate", "1"], ["--train.learningrate", "train.learning_rate"]),
         ("", ["--train.lr", "1"], ["--train.lr", "did you mean train.learning_rate?"]),
         ("[train]\nseed = 1\n", [], ["run.toml: train.seed", "did you mean run.seed?"]),
-        ("[rollout]\nnum_generations = 8\n", [], ["the keys of rollout are groups_per_step, "]),
+        (
+            "[rollout]\nnum_generations = 8\n",
+            [],
+            ["TRL's num_generations is rollout.group_size here"],
+        ),
         ("", ["--run.seed", "abc"], ["--run.seed", "integer"]),
         ("[rollout]\ntop_p = 0.9\n", [], ["top_p", "temperature", "truncated_sampling"]),
         ("[rollout]\nmin_p = 0.1\n", [], ["min_p", "truncated_sampling = 'correct'"]),

@@ -416,6 +416,47 @@ def launch(
     )
 
 
+@app.command(name="import")
+def import_(
+    source: Path,
+    /,
+    *,
+    from_: Annotated[
+        Literal["trl", "verl", "slime", "areal", "prime-rl"] | None, Parameter(name="--from")
+    ] = None,
+    out: Path | None = None,
+) -> int:
+    """Write a run file from another trainer's script or configuration.
+
+    Every key gets a comment with what it was there; what is not taken, and what a person has to do,
+    stands at the end. A script is read, not run.
+
+    Args:
+        source: TRL's script with GRPOConfig; a yaml of TRL, verl or AReaL; a shell script that
+            starts verl or slime; a toml of prime-rl.
+        from_: The trainer, where the settings do not tell.
+        out: Write here instead of to the terminal.
+    """
+    from agentrl.cli.importing import import_file, run_file
+    from agentrl.errors import ConfigError
+
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists already; name another file with --out")
+    found = import_file(source, from_)
+    text = run_file(found, source)
+    if out is None:
+        print(text, end="")
+        return 0
+    out.write_text(text)
+    print(
+        f"{out}: {len(found.keys)} keys from {found.peer.name}'s settings, {len(found.differs)} of "
+        f"them with a difference; {len(found.nothing)} need nothing here"
+    )
+    for line in found.left:
+        print(f"to do: {line}")
+    return 0
+
+
 @app.command
 def examples(*, out: Path = Path("examples")) -> int:
     """Copy the run files and tiny models that the documentation uses.

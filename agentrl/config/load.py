@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
+from agentrl.config.peers import hint_for
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvSection, MixedEnvSection
 from agentrl.errors import ConfigError
@@ -450,6 +451,8 @@ def _closest(dotted: str) -> str:
     if name := short or next(iter(close), None):
         return f"did you mean {names[name]}?"
     elsewhere = next((f"did you mean {key}? " for key in keys if key.endswith(f".{leaf}")), "")
+    if not elsewhere and (hint := hint_for(dotted)) is not None:
+        return hint
     if siblings:
         return f"{elsewhere}the keys of {section} are {', '.join(reversed(names))}"
     if close := difflib.get_close_matches(dotted, sections, n=1, cutoff=0.5):
