@@ -1,7 +1,8 @@
-"""Parses patches to the last line: those that git writes, and plain unified diffs.
+"""Parses patches as `git apply` and `patch -p1` do: what git writes, and plain unified diffs.
 
-The parser is stricter than `git apply` and `patch` and refuses text between the sections: those
-programs might find a file in text that a parser skips.
+Text around the sections is left out: a mail's header, a signature, the fences of Markdown. A patch
+is refused if those programs might find a change in such text, so that its sections are all that
+they apply.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ _HEADER_LINE = re.compile(
     r"|similarity index|dissimilarity index|index|Binary files) "
 )
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
-_BINARY_LINE = re.compile(r"(?:literal|delta) \d+|[A-Za-z][0-9A-Za-z!#$%&()*+;<=>?@^_`{|}~-]+|")
+_BINARY_LINE = re.compile(
+    r"(?:(?:literal|delta) \d+|[A-Za-z][0-9A-Za-z!#$%&()*+;<=>?@^_`{|}~-]+|)\r?"
+)
+_HIDDEN_CHANGE = re.compile(
+    r"[-X \t]*(?:@@ -|(?:---|\+\+\+|\*\*\*) |diff --git |\d+(?:,\d+)?[acds](?:\d+(?:,\d+)?)?\s*$)"
+)
+"""A line outside of the sections in which `patch` may find a name or a hunk: of an indented patch,
+or of a context, normal or ed diff."""
 
 
 class PatchFormatError(ValueError):
-    """The text is not a patch that can be parsed to the last line."""
+    """The text is not a patch, or holds changes that can't be attributed to a file."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,93 +43,93 @@ def parse_patch(patch: str) -> list[Section]:
     """Returns the sections of a patch as git writes it, or of a plain unified diff.
 
     Raises:
-        PatchFormatError: a line belongs to no section, a hunk's length differs from its header, or
-            a name leads out of the repository.
+        PatchFormatError: there is no section in a text that is not blank, text outside of the
+            sections may change a file, a hunk's length differs from its header, or a name leads out
+            of the repository.
     """
-    lines = patch.split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    sections = []
+    lines = patch.removeprefix("\ufeff").removesuffix("\n").split("\n")
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip(" \t"))]
+    if all(line.startswith(indent) or not line.strip() for line in lines):
+        lines = [line.removeprefix(indent) for line in lines]
+    sections: list[Section] = []
+    is_bare = False
     at = 0
     while at < len(lines):
-        start = at
-        if not lines[at].strip():
+        is_git = lines[at].startswith("diff --git ")
+        if not is_git and not _names_file(lines, at):
+            if _HIDDEN_CHANGE.match(lines[at]):
+                raise PatchFormatError(f"line {at + 1} may change a file but belongs to none")
             at += 1
-            if at == len(lines) and sections:
-                break
             continue
-        paths: list[str] = []
-        header_names: tuple[str, ...] = ()
-        is_new = False
-        if lines[at].startswith("diff --git "):
-            header_names = _header_names(lines[at][len("diff --git ") :])
-            at += 1
-            while at < len(lines) and _HEADER_LINE.match(lines[at]):
-                line = lines[at]
-                is_new = is_new or line.startswith(("new file mode", "rename to", "copy to"))
-                if match := re.match(r"(?:rename|copy) (?:from|to) (.*)", line):
-                    paths.append(_checked(_unquote(match.group(1), at), at))
-                at += 1
-        elif not lines[at].startswith("--- "):
-            raise PatchFormatError(f"line {at + 1} belongs to no file")
-        if at < len(lines) and lines[at].startswith("--- "):
-            if at + 1 >= len(lines) or not lines[at + 1].startswith("+++ "):
-                raise PatchFormatError(f"line {at + 2} should name the new file")
-            old, new = (_file_name(lines[at + k][4:], at + k) for k in (0, 1))
-            is_new = is_new or old is None
-            paths += [name for name in (old, new) if name is not None]
-            at = _skip_hunks(lines, at + 2)
-        elif at < len(lines) and lines[at] == "GIT binary patch":
-            at += 1
-            while at < len(lines) and _BINARY_LINE.fullmatch(lines[at]):
-                at += 1
-        paths = [*(_checked(_strip(name, start), start) for name in header_names), *paths]
-        if not paths:
-            raise PatchFormatError(f"the section at line {start + 1} names no file")
-        text = "".join(line + "\n" for line in lines[start:at])
-        sections.append(Section(tuple(dict.fromkeys(paths)), is_new, text))
+        if not is_git and any("\n@@ " not in each.text for each in sections):
+            raise PatchFormatError(f"line {at + 1} may belong to a section above without hunks")
+        names = [re.sub("^/dev/null", "", line[4:]) for line in lines[at : at + 2]]
+        if not is_git and "/" not in "".join(names):
+            # `git apply` takes these names, and all that follow, without removing a first part.
+            is_bare = True
+            for k in (at, at + 1):
+                lines[k] = re.sub(r'^(.{4}"?)(?!/dev/null)', r"\1a/", lines[k])
+        elif is_bare:
+            raise PatchFormatError(f"line {at + 1}: the names above have no a/ or b/, this one has")
+        section, at = _section(lines, at)
+        sections.append(section)
+    if not sections and patch.strip():
+        raise PatchFormatError("no line names a file to change")
     return sections
 
 
-def patched(before: str | None, section: Section) -> str | None:
-    """Returns a file's text with a section applied, each hunk at the line that it names; None if
-    the section deletes the file.
+def _section(lines: list[str], start: int) -> tuple[Section, int]:
+    """Returns the section that starts at a line, and the index of the line after it."""
+    at = start
+    paths: list[str] = []
+    header_names: tuple[str, ...] = ()
+    is_new = False
+    if lines[at].startswith("diff --git "):
+        header_names = _header_names(lines[at].rstrip("\r")[len("diff --git ") :])
+        at += 1
+        while at < len(lines) and _HEADER_LINE.match(lines[at]):
+            line = lines[at].rstrip("\r")
+            is_new = is_new or line.startswith(("new file mode", "rename to", "copy to"))
+            if match := re.match(r"(?:rename|copy) (?:from|to) (.*)", line):
+                paths.append(_checked(_unquote(match.group(1), at), at))
+            at += 1
+    text = lines[start:at]
+    if is_incomplete := all(line.startswith(("diff --git ", "index ")) for line in text):
+        at = _after_blanks(lines, at)  # as `patch` does, also above the hunks
+    if names_file := _names_file(lines, at):
+        old, new = (_file_name(lines[at + k].rstrip("\r")[4:], at + k) for k in (0, 1))
+        is_new = is_new or old is None
+        if text and new is None and not any(line.startswith("deleted file") for line in text):
+            header_names = ("a/dev/null", *header_names)  # `git apply` creates it
+        paths += [name for name in (old, new) if name is not None]
+        text += lines[at : at + 2]
+        at = _after_blanks(lines, at + 2)
+    if names_file or (at < len(lines) and _HUNK.match(lines[at])):
+        hunks, at = _hunks(lines, at)
+        text += hunks
+    elif at < len(lines) and lines[at].rstrip("\r") == "GIT binary patch":
+        first = at
+        at += 1
+        while at < len(lines) and _BINARY_LINE.fullmatch(lines[at]):
+            at += 1
+        text += lines[first:at]
+    elif is_incomplete:
+        raise PatchFormatError(f"the section at line {start + 1} changes nothing")
+    paths = [*(_checked(_strip(name, start), start) for name in header_names), *paths]
+    if not paths:
+        raise PatchFormatError(f"the section at line {start + 1} names no file")
+    return Section(tuple(dict.fromkeys(paths)), is_new, "\n".join(text) + "\n"), at
 
-    Args:
-        before: the file's text; None if there is no file.
 
-    Raises:
-        PatchFormatError: the text does not match the section, or the section has no hunks because
-            it moves or copies the file or the file is binary.
-    """
-    lines = section.text.split("\n")[:-1]
-    head = next((k for k, line in enumerate(lines) if _HUNK.match(line)), None)
-    if len(section.paths) != 1 or head is None or section.is_new is not (before is None):
-        raise PatchFormatError(f"the section of {section.paths[0]} does more than change lines")
-    old = re.findall(r"[^\n]*\n|[^\n]+", before or "")
-    new: list[str] = []
-    at = taken = 0
-    for k, line in enumerate(lines[head:], head):
-        if match := _HUNK.match(line) if not taken else None:
-            num_old, num_new = (int(match.group(k) or 1) for k in (2, 4))
-            first = int(match.group(1)) - (num_old > 0)
-            if first < at:
-                raise PatchFormatError(f"the hunks of {section.paths[0]} are out of order")
-            new += old[at:first]
-            at, taken = first, num_old + num_new
-        elif not line.startswith("\\"):
-            mark, content = line[:1] or " ", line[1:]
-            if not lines[k + 1 : k + 2] or not lines[k + 1].startswith("\\"):
-                content += "\n"
-            if mark != "+":
-                if old[at : at + 1] != [content]:
-                    raise PatchFormatError(f"line {at + 1} of {section.paths[0]} differs")
-                at += 1
-            if mark != "-":
-                new.append(content)
-            taken -= 2 if mark == " " else 1
-    new += old[at:]
-    return None if lines[head - 1].startswith("+++ /dev/null") else "".join(new)
+def _after_blanks(lines: list[str], at: int) -> int:
+    while at < len(lines) and not lines[at].strip():
+        at += 1
+    return at
+
+
+def _names_file(lines: list[str], at: int) -> bool:
+    pair = lines[at : at + 2]
+    return len(pair) == 2 and pair[0].startswith("--- ") and pair[1].startswith("+++ ")
 
 
 def _header_names(rest: str) -> tuple[str, ...]:
@@ -151,34 +159,45 @@ def _file_name(text: str, at: int) -> str | None:
     return _checked(_strip(name, at), at)
 
 
-def _skip_hunks(lines: list[str], at: int) -> int:
-    """Returns the index of the line after the last hunk. Counts the lines of each hunk, so that
-    nothing can hide between hunks."""
-    num_hunks = 0
+def _hunks(lines: list[str], at: int) -> tuple[list[str], int]:
+    """Returns the lines of a section's hunks, and the index of the line after them. Counts the
+    lines of each hunk, as `git apply` and `patch` do, so that nothing can hide between hunks."""
+    taken: list[str] = []
     while at < len(lines) and (head := _HUNK.match(lines[at])):
-        num_old, num_new = (int(head.group(k)) if head.group(k) else 1 for k in (2, 4))
+        first_old, first_new = head.group(1), head.group(3)
+        num_old, num_new = (int(head.group(k) or 1) for k in (2, 4))
+        left_old, left_new = num_old, num_new
+        start = at
         at += 1
-        num_hunks += 1
-        while num_old > 0 or num_new > 0:
-            if at >= len(lines):
-                raise PatchFormatError("the last hunk is cut off")
-            mark = lines[at][:1]
-            if mark in (" ", ""):
-                num_old, num_new = num_old - 1, num_new - 1
-            elif mark == "-":
-                num_old -= 1
-            elif mark == "+":
-                num_new -= 1
-            elif mark != "\\":
+        while (left_old > 0 or left_new > 0) and at < len(lines):
+            mark = lines[at].rstrip("\r")[:1] or " "
+            if mark not in " +-\\":
                 raise PatchFormatError(f"line {at + 1} does not belong to a hunk")
-            if num_old < 0 or num_new < 0:
+            left_old -= mark in " -"
+            left_new -= mark in " +"
+            if left_old < 0 or left_new < 0:
                 raise PatchFormatError(f"the hunk at line {at + 1} is longer than its header says")
             at += 1
+        if left_old != left_new:
+            raise PatchFormatError("the last hunk is cut off")
+        if left_old:  # `patch` supposes that context is missing at the end
+            counts = f"-{first_old},{num_old - left_old} +{first_new},{num_new - left_new}"
+            lines[start] = f"@@ {counts} @@{lines[start][head.end() :]}"
         while at < len(lines) and lines[at].startswith("\\"):
             at += 1
-    if not num_hunks:
+        taken += lines[start:at]
+        # Context beyond the header's count: `git apply` and `patch` leave it out.
+        while (
+            at < len(lines)
+            and lines[at].rstrip("\r")[:1] in ("", " ")
+            and not _HIDDEN_CHANGE.match(lines[at])
+        ):
+            at += 1
+        if at < len(lines) and re.match(r"\+|-(?!-)", lines[at]):
+            raise PatchFormatError(f"the hunk at line {start + 1} is longer than its header says")
+    if not taken:
         raise PatchFormatError(f"line {at + 1} should start a hunk")
-    return at
+    return taken, at
 
 
 def _strip(name: str, at: int) -> str:
@@ -190,10 +209,10 @@ def _strip(name: str, at: int) -> str:
 
 
 def _checked(path: str, at: int) -> str:
-    parts = path.split("/")
-    if not path or any(part in ("", ".", "..") or part.lower() == ".git" for part in parts):
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not parts or any(part == ".." or part.lower() == ".git" for part in parts):
         raise PatchFormatError(f"line {at + 1}: the name {path!r} leads out of the repository")
-    return path
+    return "/".join(parts)
 
 
 def _unquote(text: str, at: int) -> str:

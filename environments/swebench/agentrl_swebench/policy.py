@@ -6,8 +6,9 @@ a file can produce any official verdict. It never drops a file that the referenc
 
 The policy is part of the task, so state `POLICY_TEXTS` in the prompt.
 
-`strict` parses patches more strictly than `git apply` and `patch` do and refuses a patch that it
-cannot parse to the last line: those programs might find a file in text that a parser skips.
+`strict` reads the forms of patches that `git apply` and `patch -p1` read, and submits the sections
+alone, without the text around them. It refuses a patch in whose other text those programs might
+find a change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, Section, parse_patch
 
 Policy = Literal["official", "strict"]
-POLICY_VERSIONS: dict[Policy, str] = {"official": "official-1", "strict": "strict-3"}
+POLICY_VERSIONS: dict[Policy, str] = {"official": "official-1", "strict": "strict-4"}
 """Name and version recorded with every verdict; the number rises when the rules change."""
 
 MAX_PATCH_BYTES = 4 << 20
@@ -204,9 +205,7 @@ def make_submission(instance: Instance, model_patch: str, policy: Policy) -> Sub
     kept: list[str] = []
     dropped: list[tuple[str, str]] = []
     for section in sections:
-        if not any(path in rules.exempt for path in section.paths) and (
-            reason := _why_dropped(section, rules)
-        ):
+        if reason := _why_dropped(section, rules):
             dropped.append((section.paths[-1], reason))
         else:
             kept.append(section.text)
@@ -271,11 +270,14 @@ def _script_files(eval_script: str) -> tuple[frozenset[str], bool]:
 
 
 def _why_dropped(section: Section, rules: _Rules) -> str:
-    for full_path in section.paths:
+    # A hunk that takes no lines creates the file if there is none, whatever the header says.
+    may_be_new = {section.is_new, bool(re.search(r"^@@ -\d+,0+ ", section.text, re.MULTILINE))}
+    for full_path in sorted({*section.paths} - rules.exempt, key=section.paths.index):
         # `patch` ends a name at a space and `git apply` does not, so check both readings.
         starts = [match.start() for match in re.finditer(r"\s", full_path)]
         for path in (full_path, *(full_path[:start] for start in starts)):
-            if path and (reason := _why_protected(path, section.is_new, rules)):
+            reasons = [_why_protected(path, is_new, rules) for is_new in may_be_new if path]
+            if reason := next(filter(None, reasons), ""):
                 return "" if _only_names_files(section) and path not in rules.test_patch else reason
     return ""
 

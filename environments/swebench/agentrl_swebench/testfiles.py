@@ -20,7 +20,7 @@ from agentrl_swebench.containers import (
     script_container,
 )
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.diff import PatchFormatError, Section, parse_patch, patched
+from agentrl_swebench.diff import PatchFormatError, parse_patch
 
 _WAIT_S = 120
 _START_MARK = ">>>>> Start Test Output"
@@ -52,9 +52,8 @@ def named_file(test: str) -> str:
 
 
 def read_test_files(instance: Instance, run_id: str) -> TestFiles:
-    """Reads the tests' files from an instance's image and applies the hidden tests. If their patch
-    is not plain hunks that fit line by line, `git apply` or `patch` applies it in a container of
-    the image.
+    """Reads the tests' files from an instance's image, applies the hidden tests there and reads
+    them again.
 
     Raises:
         EnvError: the engine failed, or the test patch does not apply.
@@ -73,24 +72,11 @@ def read_test_files(instance: Instance, run_id: str) -> TestFiles:
         pids_limit=256,
     ) as container:
         before = _read(container, sorted(paths))
-        try:
-            return TestFiles(before, _with_patch(before, sections))
-        except PatchFormatError:
-            _apply(container, instance)
+        patch = "".join(each.text for each in sections)
+        container.put_archive("/tmp", packed({"test.patch": patch.encode()}))
+        if patch and (said := run_script(container)) is not None:
+            raise EnvError(f"the hidden tests of {instance.instance_id} do not apply: {said}")
         return TestFiles(before, _read(container, sorted(paths)))
-
-
-def _with_patch(before: dict[str, str], sections: list[Section]) -> dict[str, str]:
-    files: dict[str, str | None] = dict(before)
-    for each in sections:
-        files[each.paths[0]] = patched(files.get(each.paths[0]), each)
-    return {path: text for path, text in files.items() if text is not None}
-
-
-def _apply(container: Any, instance: Instance) -> None:
-    container.put_archive("/tmp", packed({"test.patch": instance.test_patch.encode()}))
-    if (said := run_script(container)) is not None:
-        raise EnvError(f"the hidden tests of {instance.instance_id} do not apply: {said}")
 
 
 def _read(container: Any, paths: list[str]) -> dict[str, str]:

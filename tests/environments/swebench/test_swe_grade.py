@@ -204,7 +204,7 @@ def test_the_harness_gets_what_the_policy_left(monkeypatch):
     assert calls == [INSTANCE.patch] == [strict.graded_patch]
     official, calls = run_grade(monkeypatch, good, model_patch=both, policy="official")
     assert calls == [both]
-    assert (strict.policy, official.policy) == ("strict-3", "official-1")
+    assert (strict.policy, official.policy) == ("strict-4", "official-1")
 
 
 def test_a_patch_can_not_fetch_the_fix_from_the_history(monkeypatch):

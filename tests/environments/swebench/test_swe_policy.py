@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from patches import file_diff
 
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.diff import PatchFormatError, parse_patch, patched
+from agentrl_swebench.diff import PatchFormatError, parse_patch
 from agentrl_swebench.policy import MAX_PATCH_BYTES, make_submission
 
 
@@ -234,24 +234,27 @@ GOOD = file_diff("src/b/core.py", "a\n", "b\n")
 @pytest.mark.parametrize(
     "patch",
     [
-        "Here is my fix:\n" + GOOD,
-        GOOD + "Index: conftest.py\n" + HIDDEN,
+        "Here is my fix.\n",
         GOOD + "*** a/x\n--- b/conftest.py\n",
-        GOOD.replace("@@ -1 +1 @@", "@@ -1,9 +1,9 @@"),
+        GOOD + "Index: conftest.py\n@@ -0,0 +1 @@\n+x = 1\n",
+        GOOD + "Index: conftest.py\n1c1\n< a\n---\n> b\n",
+        GOOD + "Index: conftest.py\n1d\n",
+        GOOD + HIDDEN.replace("--- ", " --- ").replace("+++ ", " +++ ").replace("@@ -", " @@ -"),
+        "diff --git a/x b/y\nrename from x\nrename to y\n+++ b/conftest.py\n",
+        GOOD.replace("@@ -1 +1 @@", "@@ -1,9 +1,8 @@"),
         GOOD.replace("@@ -1 +1 @@", "@@ -1 +1,0 @@"),
         GOOD.replace("src/b/core.py", "../conftest.py"),
-        GOOD.replace("src/b/core.py", "src/./core.py"),
         GOOD.replace("src/b/core.py", ".git/hooks/x"),
-        GOOD.replace("src/b/core.py", "/etc/x"),
         "diff --git conftest.py conftest.py\n" + HIDDEN.replace("b/", ""),
+        "--- core.py\n+++ core.py\n@@ -1 +1 @@\n-a\n+b\n" + HIDDEN.replace("b/", "test/"),
         "diff --git a/x b/x\n--- a/x\n@@ -1 +1 @@\n-a\n+b\n",
         "diff --git a/x b/x\n--- a/x\n+++ b/x\n",
-        "```diff\n" + GOOD + "```\n",
+        "diff --git a/x b/x\nindex 1..2\n" + GOOD,
         "\udcff" + GOOD,
         GOOD + "x" * MAX_PATCH_BYTES,
     ],
 )
-def test_what_cant_be_read_to_the_last_line_is_refused(patch):
+def test_what_may_change_a_file_unseen_is_refused(patch):
     submission = make_submission(instance(), patch, "strict")
     assert submission.patch == "" and submission.refused
 
@@ -264,6 +267,17 @@ def test_what_cant_be_read_to_the_last_line_is_refused(patch):
         HIDDEN.replace("b/conftest.py", "b/conftest.py 2024-01-01 12:00"),
         HIDDEN.replace("b/conftest.py", '"b/conftes\\164.py"'),
         HIDDEN.replace("b/conftest.py", "other/conftest.py"),
+        HIDDEN.replace("b/conftest.py", "b/.//conftest.py"),
+        HIDDEN.replace("\n", "\r\n"),
+        "Index: conftest.py\n===\n" + HIDDEN,
+        HIDDEN.replace("/dev/null", "a/json.py").replace("conftest", "json"),
+        HIDDEN.replace("/dev/null", "a/json.py\t1970-01-01 00:00:00 +0000").replace(
+            "conftest", "json"
+        ),
+        HIDDEN.replace("/dev/null", "a/json.py")
+        .replace("conftest", "json")
+        .replace("-0,0", "-1,0"),
+        "diff --git a/src/b/core.py b/src/b/core.py\nindex 1..2\n" + HIDDEN,
         "diff --git a/x.py b/conftest.py\nrename from x.py\nrename to conftest.py\n",
         "diff --git a/x.py b/conftest.py\ncopy from x.py\ncopy to conftest.py\n",
         "diff --git a/conftest.py b/conftest.py\nnew file mode 100644\nindex 0..e69\n",
@@ -388,51 +402,3 @@ def test_only_whole_marks_of_the_harness_are_refused():
     assert submitted(">>>>>>> Tests Errored").refused, "the mark stands in it"
     for harmless in (">>>>>>> branch", ">>>>> quoted in a mail", ">>>>> test"):
         assert not submitted(harmless).refused and submitted(harmless).patch
-
-
-# --- hunks applied without a program ---------------------------------------------------------
-
-
-BASE = "one\ntwo\n\nfour\r\nfive"
-
-
-AFTER = (
-    "zero\none\ntwo\n\nfour\r\nfive",
-    "one\ntwo\n\nfour\r\nfive\n",
-    "one\n-- two\n\nFOUR\r\nfive",
-    "\\ No newline at end of file\n",
-)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [*((BASE, text) for text in (*AFTER, None)), *((None, t) for t in AFTER)]
-)
-def test_hunks_give_what_git_gives(before, after, tmp_path):
-    git = ["git", "-c", "user.name=a", "-c", "user.email=b", "-c", "core.autocrlf=false"]
-    file = tmp_path / "a.py"
-
-    def write(text):
-        file.unlink(missing_ok=True)
-        if text is not None:
-            file.write_bytes(text.encode())
-        subprocess.run([*git, "add", "-A"], cwd=tmp_path, check=True)
-
-    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
-    write(before)
-    commit = [*git, "commit", "-q", "--allow-empty", "-m", "a"]
-    subprocess.run(commit, cwd=tmp_path, check=True)
-    write(after)
-    diff = [*git, "diff", "--cached", "--no-renames"]
-    text = subprocess.run(diff, cwd=tmp_path, check=True, capture_output=True).stdout.decode()
-    (section,) = parse_patch(text)
-    assert patched(before, section) == after
-    for other in ("one\nTWO\n\nfour\r\nfive", "three\n", None if before else "one\n"):
-        with pytest.raises(PatchFormatError):
-            patched(other, section)
-
-
-def test_what_is_no_hunk_is_left_to_git():
-    moved = "diff --git a/a.py b/b.py\nsimilarity index 100%\nrename from a.py\nrename to b.py\n"
-    (section,) = parse_patch(moved)
-    with pytest.raises(PatchFormatError, match="more than change lines"):
-        patched("one\n", section)
