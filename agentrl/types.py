@@ -78,6 +78,9 @@ class Task:
     """The gold answer. Read by reward functions only; it must never reach an observation."""
     metadata: dict[str, JSON] = field(default_factory=dict)
     """Anything else about the task. Graders and reports read it; the agent does not see it."""
+    public: dict[str, JSON] = field(default_factory=dict)
+    """What whoever plays the episode may see beside the prompt: a function of `rollout.generate`
+    and an agent find it in their task's metadata."""
 
 
 @with_config(_FROM_OUTSIDE)

@@ -89,6 +89,8 @@ class EnvSession:
     def __init__(self, client: EnvClient, endpoint: _Endpoint, opened: SessionReply) -> None:
         self.id = opened.id
         self.task_id = opened.task_id
+        self.public = opened.public
+        """What the environment shows of the task's row beside the prompt."""
         self.messages: list[Message] = opened.observation
         """The first prompt."""
         self.tools: list[ToolSpec] = opened.tools
@@ -481,6 +483,10 @@ class SyncSession(Blocking):
     @property
     def task_id(self) -> str:
         return self._wrapped.task_id
+
+    @property
+    def public(self) -> dict[str, JSON]:
+        return self._wrapped.public
 
     @property
     def messages(self) -> list[Message]:

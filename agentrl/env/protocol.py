@@ -124,6 +124,8 @@ class SessionReply:
     """The first prompt."""
     tools: list[ToolSpec]
     """The tools that the agent may call in its first turn."""
+    public: dict[str, JSON] = field(default_factory=dict)
+    """`Task.public`."""
     fingerprint: str = ""
     """Differs between servers whose configuration, splits or tools differ."""
 

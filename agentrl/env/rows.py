@@ -10,7 +10,7 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,24 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _parquet_rows(path)
     else:
         raise DataError(f"file {path} is neither .jsonl nor .parquet; convert or rename it")
+
+
+def public_of(row: dict[str, Any], names: Sequence[str], where: str) -> dict[str, JSON]:
+    """Returns the columns of a row that whoever plays the episode may see.
+
+    Args:
+        names: of the columns; not that of the reference.
+        where: place of the row, for error messages.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    if missing := [name for name in names if name not in row]:
+        raise DataError(
+            f"{where}: there is no column '{missing[0]}'; public_keys may name: "
+            f"{', '.join(row) or 'none'}"
+        )
+    return {name: row[name] for name in names}
 
 
 def metadata_of(row: dict[str, Any], metadata_key: str | None, where: str) -> dict[str, JSON]:

@@ -82,6 +82,7 @@ def test_the_task_carries_metadata():
     trajectory, _ = played(solve)
     assert trajectory.reward == 0.5 and seen["trajectory_id"] == trajectory.trajectory_id
     assert seen["prompt"].startswith("question") and seen["tools"] == 1
+    assert f"question {seen['level']}" == seen["prompt"], "what the task's row shows"
 
 
 def row(version=None, **changed):

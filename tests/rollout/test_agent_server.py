@@ -48,7 +48,7 @@ class AgentTest(Environment):
         return {"train": 5}
 
     def get(self, split, index):
-        return Task(f"{split}-{index}", f"question {index}")
+        return Task(f"{split}-{index}", f"question {index}", public={"level": index})
 
     @tool
     async def look(self, word: str) -> str:

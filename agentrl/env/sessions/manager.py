@@ -224,6 +224,7 @@ class SessionManager:
             step=session.step,
             observation=session.observation,
             tools=from_json(session.told),
+            public=session.task.public,
             fingerprint=session.loaded.fingerprint,
         )
 

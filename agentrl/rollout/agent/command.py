@@ -49,8 +49,9 @@ class AgentTask:
     """Address at which they are offered as plain HTTP: GET lists them, POST to `<tools_url>/<name>`
     with the arguments as a JSON object calls one."""
     metadata: dict[str, JSON] = field(default_factory=dict)
-    """`env_id`, `seed`, `trajectory_id` and `group_id` of the episode. What the environment keeps
-    with its task may hold the solution, and does not leave it."""
+    """`env_id`, `seed`, `trajectory_id` and `group_id` of the episode, and `Task.public`: the
+    columns that `env.config.public_keys` names. What else the environment keeps with its task may
+    hold the solution, and does not leave it."""
 
 
 class CommandRunner:

@@ -98,7 +98,8 @@ class Agents:
                 session.tools,
                 mcp_url=f"{root}/mcp",
                 tools_url=f"{root}/tools",
-                metadata={
+                metadata=session.public
+                | {
                     "env_id": trajectory.env_id,
                     "seed": trajectory.seed,
                     "trajectory_id": trajectory.trajectory_id,

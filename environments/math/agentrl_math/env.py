@@ -42,6 +42,8 @@ class MathConfig(EnvConfig):
     """Column with the reference: bare, after `####`, or in `\\boxed{}`."""
     metadata_key: str | None = None
     """Column with an object, or its JSON text, that becomes the task's metadata."""
+    public_keys: tuple[str, ...] = ()
+    """Columns that a function of `rollout.generate` or an agent finds in `task.metadata`."""
 
     operators: str = "+-*"
     """Arithmetic: any of `+`, `-` and `*`."""
@@ -126,7 +128,12 @@ class MathEnvironment(Environment):
                 config.num_test_tasks,
                 config.seed,
             )
-        keys = Keys(config.input_key, config.label_key, config.metadata_key)
+        if config.label_key in config.public_keys:
+            raise ConfigError(
+                f"public_keys names {config.label_key!r}, the column with the reference: whoever "
+                "plays would be shown the answer; leave it out"
+            )
+        keys = Keys(config.input_key, config.label_key, config.metadata_key, config.public_keys)
         return load_rows(config.source, config.subset, keys)
 
     def splits(self) -> dict[str, int | None]:

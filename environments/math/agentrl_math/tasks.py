@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.env.data_sets import DATA_SETS, how_to_get, load_hub
-from agentrl.env.rows import ROW_SUFFIXES, metadata_of, read_rows
+from agentrl.env.rows import ROW_SUFFIXES, metadata_of, public_of, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Task
 from agentrl_rewards.math import MAX_REFERENCE_CHARS, extract_answer
@@ -94,11 +94,12 @@ class Rows:
 
 @dataclass(slots=True, frozen=True)
 class Keys:
-    """Names of the columns with the question, the reference and the metadata."""
+    """Names of the columns with the question, the reference, the metadata and what is public."""
 
     input_key: str
     label_key: str
     metadata_key: str | None
+    public_keys: tuple[str, ...] = ()
 
 
 def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> Rows:
@@ -181,6 +182,7 @@ def _to_tasks(
             prompt=_prompt(row, place, keys),
             reference=_reference(row, place, keys),
             metadata=metadata_of(row, keys.metadata_key, place),
+            public=public_of(row, keys.public_keys, place),
         )
         for index, (place, row) in enumerate(rows, start=first_index)
     ]

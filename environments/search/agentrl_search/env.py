@@ -80,6 +80,9 @@ class SearchConfig(EnvConfig):
     """Column with the answers. None: `answers`, `golden_answers`, `answer` or `reward_model`."""
     metadata_key: str | None = None
     """Column with an object, or its JSON text, to merge into the task's metadata."""
+    public_keys: tuple[str, ...] = ()
+    """Columns that a function of `rollout.generate` or an agent finds in `task.metadata`; name none
+    with an answer."""
     unanswerable: bool = False
     """Keep SQuAD 2.0's unanswerable questions, for which `unanswerable` is the right answer."""
 
@@ -157,6 +160,7 @@ class SearchEnvironment(Environment):
             input_key=config.input_key,
             label_key=config.label_key,
             metadata_key=config.metadata_key,
+            public_keys=config.public_keys,
             unanswerable=config.unanswerable,
         )
         return Shared(questions, _open_retriever(config))

@@ -7,13 +7,13 @@ metadata has `unanswerable`. Otherwise the metadata may name the passages that c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.env.data_sets import how_to_get
-from agentrl.env.rows import ROW_SUFFIXES, metadata_of, read_rows
+from agentrl.env.rows import ROW_SUFFIXES, metadata_of, public_of, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Message, Task
 from agentrl_search.corpus import squad_paragraphs
@@ -43,6 +43,7 @@ def load_questions(
     input_key: str | None = None,
     label_key: str | None = None,
     metadata_key: str | None = None,
+    public_keys: Sequence[str] = (),
     unanswerable: bool = False,
 ) -> QuestionSet:
     """Loads all tasks of a source.
@@ -57,6 +58,7 @@ def load_questions(
             `answer` and `reward_model` that a row has. The value is a string, a list of strings, or
             an object as in TriviaQA (`value`, `aliases`) or Search-R1 (`ground_truth.target`).
         metadata_key: column with an object, or its JSON text, to merge into the task's metadata.
+        public_keys: columns that whoever plays may see; none with an answer.
         unanswerable: keep SQuAD 2.0's unanswerable questions.
 
     Raises:
@@ -92,7 +94,9 @@ def load_questions(
         if file.suffix == ".json":
             tasks[split] = list(_squad_tasks(file, split, unanswerable))
         else:
-            tasks[split] = list(_row_tasks(file, split, input_key, label_key, metadata_key))
+            tasks[split] = list(
+                _row_tasks(file, split, input_key, label_key, metadata_key, public_keys)
+            )
         if not tasks[split]:
             raise DataError(f"{file} contains no questions with an answer")
     return QuestionSet(tasks)
@@ -125,6 +129,7 @@ def _row_tasks(
     input_key: str | None,
     label_key: str | None,
     metadata_key: str | None,
+    public_keys: Sequence[str],
 ) -> Iterator[Task]:
     for index, (place, row) in enumerate(read_rows(path)):
         label = label_key or next((key for key in ANSWER_COLUMNS if row.get(key) is not None), "")
@@ -139,11 +144,14 @@ def _row_tasks(
                 f"{place}: column '{label}' has to be an answer or a list of answers, not "
                 f"{str(row[label])[:80]!r}"
             )
+        if label in public_keys:
+            raise DataError(f"{place}: public_keys names {label!r}, the column with the answers")
         yield Task(
             f"{split}/{index}",
             _prompt(row, input_key, place),
             list(dict.fromkeys(golds)),
             metadata_of(row, metadata_key, place) | _gold_passages(row),
+            public_of(row, public_keys, place),
         )
 
 

@@ -137,6 +137,10 @@ def test_rows_of_a_jsonl_file(tmp_path):
     assert env.splits() == {"train": 2}
     assert env.get("train", 0) == Task("train/0", ROWS[0]["question"], "2", {"level": 1})
     assert env.get("train", 1) == Task("train/1", ROWS[1]["question"], "2\\sqrt{2}", {"level": 2})
+    shown = source_of(source=str(path), public_keys=["extra"]).get("train", 0)
+    assert shown.public == {"extra": ROWS[0]["extra"]} and shown.metadata == {}
+    with pytest.raises(ConfigError, match=r"public_keys names 'answer'.*leave it out"):
+        source_of(source=str(path), public_keys=["answer"]).splits()
 
 
 def test_rows_of_a_parquet_file_equal_those_of_jsonl(tmp_path):
@@ -310,6 +314,11 @@ def test_an_unknown_source_lists_what_there_is(source):
             ['{"question": "x", "answer": "1"}'],
             {"metadata_key": "m"},
             "no column 'm'; set metadata_key",
+        ),
+        (
+            ['{"question": "x", "answer": "1"}'],
+            {"public_keys": ["m"]},
+            "no column 'm'; public_keys may name: question, answer",
         ),
     ],
 )
