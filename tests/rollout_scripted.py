@@ -26,6 +26,7 @@ class ScriptedEngine:
         self.prompts: dict[str, list[int]] = {}
         self.seats = 0
         self.version = 0
+        self.context_tokens: int | None = None
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingParams

@@ -117,9 +117,10 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
         context, needed = info.get("context_length"), config.rollout.max_context_tokens
         if isinstance(context, int) and context < needed:
             yield (
-                "fix",
-                f"its context is {context} tokens, but rollout.max_context_tokens is {needed}; "
-                f"start it with --context-length {needed}, or lower rollout.max_context_tokens",
+                "note",
+                f"its context is {context} tokens, but rollout.max_context_tokens is {needed}: "
+                f"turns that reach its end are cut; start it with --context-length {needed}, or "
+                "lower rollout.max_context_tokens",
             )
         found = await _tokens(engine, url)
         yield found
@@ -186,9 +187,10 @@ async def _served_model(http: httpx.AsyncClient, config: RunConfig) -> Result:
     context, needed = served[name], config.rollout.max_context_tokens
     if context is not None and context < needed:
         return (
-            "fix",
-            f"its context is {context} tokens, but rollout.max_context_tokens is {needed}; start "
-            f"it with --max-model-len {needed}, or lower rollout.max_context_tokens",
+            "note",
+            f"its context is {context} tokens, but rollout.max_context_tokens is {needed}: "
+            f"turns that reach its end are cut; start it with --max-model-len {needed}, or lower "
+            "rollout.max_context_tokens",
         )
     return "ok", f"serves {name!r}, context {context} >= rollout.max_context_tokens {needed}"
 

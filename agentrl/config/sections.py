@@ -322,7 +322,8 @@ class RolloutSection(Section):
     max_turn_tokens: PositiveInt = 512
     """Maximum number of tokens sampled in one turn."""
     max_context_tokens: PositiveInt = 4096
-    """Maximum number of tokens of a trajectory, including prompt and observations."""
+    """Maximum number of tokens of a trajectory, including prompt and observations. The servers' own
+    context holds if it is smaller."""
     stop_strings: list[str] = Field(default_factory=list)
     """Strings that end a turn, such as `["</search>"]`. The turn ends with the first token that
     completes one of them; tokens that the engine sampled after it are dropped."""

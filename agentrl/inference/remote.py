@@ -30,8 +30,10 @@ that crossed an update from sharing its prefix with the next turn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
@@ -67,6 +69,7 @@ from agentrl.inference.token_api import (
     Sampled,
     SamplingFields,
     error_message,
+    read_context,
     read_sampled,
     read_weight_version,
     request_body,
@@ -83,6 +86,8 @@ from agentrl.inference.vllm_images import (
 )
 from agentrl.runtime import retry
 from agentrl.types import ShownImage
+
+logger = logging.getLogger(__name__)
 
 LABEL_TIMEOUT_S = 20.0
 """Seconds within which a busy engine must report the label of its weights."""
@@ -174,6 +179,13 @@ class ServerEngine:
         self._request_timeout_s = request_timeout_s
         self._vocab_size = vocab_size
         self._newest_version: OrderedDict[str, int] = OrderedDict()  # by trajectory
+        self._told_of_context = False
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The smallest context of the servers that were probed; None if none reported it."""
+        contexts = [server.context_tokens for server in self._pool.servers]
+        return min((each for each in contexts if each), default=None)
 
     async def start(self) -> None:
         """Probes every server now instead of at its first request.
@@ -353,6 +365,7 @@ class ServerEngine:
                 f"start the server {self.sampled_logprobs}, or sample at temperature 1 and "
                 "untruncated"
             )
+        sampling = self._clipped(server, sampling, len(prompt_ids))
         expected_version = max(self.policy_version, min_version)
         server.wanted_version = max(server.wanted_version, expected_version)
         fields = self._sampling_of(part_id, sampling)
@@ -389,6 +402,23 @@ class ServerEngine:
         return Generation(
             sampled.token_ids, sampled.logprobs, versions, sampled.finish_reason, kept_ids
         )
+
+    def _clipped(self, server: Server, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
+        """Returns the parameters with no more tokens than the server's context has room for. A
+        prompt that leaves no room is left to the server to refuse."""
+        room = (server.context_tokens or num_prompt) - num_prompt
+        if not 0 < room < sampling.max_tokens:
+            return sampling
+        if not self._told_of_context:
+            self._told_of_context = True
+            logger.warning(
+                "%s: the server's context is %d tokens, less than the run file allows: turns that "
+                "reach its end are cut there and count as truncated; start it with a longer one, "
+                "or lower rollout.max_context_tokens",
+                server.url,
+                server.context_tokens,
+            )
+        return dataclasses.replace(sampling, max_tokens=room)
 
     async def _renew(self, server: Server) -> None:
         """Waits until a server in doubt has the current weights.
@@ -479,6 +509,10 @@ class ServerEngine:
         async with server.probing:
             if server.endpoint is None:
                 endpoint, server.raw_logprobs = await self._ask_probe(server)
+                with contextlib.suppress(ConnectionFailed, AnswerCut, NotJSON, InferenceError):
+                    models = await self._http.request("GET", f"{server.url}/v1/models")
+                    if models.status == 200:
+                        server.context_tokens = read_context(server.url, models.body)
                 server.endpoint = endpoint
             return server.endpoint
 

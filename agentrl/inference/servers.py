@@ -30,6 +30,8 @@ class Server:
     """The token endpoint; None until probed."""
     raw_logprobs: bool = False
     """Its log-probabilities are those of the raw logits, as the probe found."""
+    context_tokens: int | None = None
+    """Largest number of tokens of a prompt and its reply, as it reported to the probe."""
     takes_pixels: bool = False
     """A test request showed that it reads images' pixels as they are sent."""
     in_flight: int = 0

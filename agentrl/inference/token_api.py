@@ -179,6 +179,14 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str | int | None = None
 
 
+class _Model(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
 class _Tokens(msgspec.Struct):
     tokens: list[int]
 
@@ -211,6 +219,7 @@ _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 _completion_decoder = msgspec.json.Decoder(_CompletionAnswer)
 _sglang_decoder = msgspec.json.Decoder(_SGLangAnswer)
 _weight_info_decoder = msgspec.json.Decoder(_WeightInfo)
+_models_decoder = msgspec.json.Decoder(_Models)
 _tokens_decoder = msgspec.json.Decoder(_Tokens)
 _encoder = msgspec.json.Encoder()
 
@@ -335,6 +344,17 @@ def read_weight_version(url: str, body: bytes) -> str | int | None:
         NotJSON, InferenceError: as for `read_sampled`.
     """
     return _decode(_weight_info_decoder, url, body).weight_version
+
+
+def read_context(url: str, body: bytes) -> int | None:
+    """Returns the largest number of tokens of a prompt and its reply, from an answer of
+    `GET /v1/models`; None if the server does not report it.
+
+    Raises:
+        NotJSON, InferenceError: as for `read_sampled`.
+    """
+    models = _decode(_models_decoder, url, body).data
+    return min((each.max_model_len for each in models if each.max_model_len), default=None)
 
 
 def read_tokens(url: str, body: bytes) -> list[int]:

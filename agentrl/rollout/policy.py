@@ -130,12 +130,19 @@ class TokenPolicy:
             unseen = sum(each["name"] not in told for each in names)
             if unseen:
                 trajectory.metrics["unseen_tools"] = float(unseen)
-        if parent is None and len(row) >= self.max_context_tokens:
+        if parent is None and len(row) >= self.context_tokens:
             raise ValueError(
                 f"the prompt has {len(row)} tokens, which leaves no room within "
-                f"rollout.max_context_tokens = {self.max_context_tokens}; raise it"
+                f"{self.context_tokens} (rollout.max_context_tokens, or the servers' context)"
             )
-        return len(row) < self.max_context_tokens
+        return len(row) < self.context_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Length that a token row may have: `max_context_tokens`, or the servers' own context if it
+        is smaller."""
+        served = getattr(self.engine, "context_tokens", None)
+        return min(self.max_context_tokens, served or self.max_context_tokens)
 
     async def act(self, trajectory: Trajectory, tools: list[ToolSpec]) -> Action:
         branch, turn_id = len(trajectory.branches) - 1, len(trajectory.turns)

@@ -86,7 +86,7 @@ def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict
         ({"transfer_backend": "nccl"}, ["--inference.transfer", "nccl"], "ok", "all routes"),
         ({"paused": True}, [], "fix", "it is paused.*/resume"),
         ({"api_key": "k"}, [], "fix", "with 401"),
-        ({}, ["--rollout.max_context_tokens", "97"], "fix", "context is 96.*--max-model-len 97"),
+        ({}, ["--rollout.max_context_tokens", "97"], "note", "context is 96.*--max-model-len 97"),
         ({}, ["--inference.model", "other"], "fix", "serves policy, not 'other'"),
     ],
 )

@@ -11,7 +11,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 import torch
-from contract_server import VOCAB_SIZE, ContractServer, make_model, reference_logprobs, running
+from contract_server import (
+    CONTEXT,
+    VOCAB_SIZE,
+    ContractServer,
+    make_model,
+    reference_logprobs,
+    running,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +60,19 @@ async def generate_one(
 
 
 both_endpoints = pytest.mark.parametrize("scale_out", [True, False])
+
+
+@both_endpoints
+async def test_a_turn_is_clipped_to_the_servers_context_and_that_is_said_once(scale_out, caplog):
+    async with client(ContractServer(make_model(), scale_out=scale_out)) as engine:
+        assert engine.context_tokens is None
+        for member in range(2):
+            sampling = SamplingParams(10 * CONTEXT)
+            generation = await engine.generate(f"g-m{member}", PROMPT, sampling)
+            assert len(generation.token_ids) == CONTEXT - len(PROMPT)
+            assert generation.finish_reason == "length"
+        assert engine.context_tokens == CONTEXT
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @both_endpoints

@@ -67,10 +67,12 @@ def collect(
     delay_s=0.0,
     env_id="driver-test",
     url=None,
+    served=None,
     **policy,
 ):
     renderer = Renderer(make_tokenizer(template))
     engine = ScriptedEngine(renderer, say, delay_s)
+    engine.context_tokens = served
 
     async def run():
         env = connect(url)
@@ -173,9 +175,11 @@ def test_limits_of_turns_and_context_truncate():
     many, _ = one(lambda *_: "again", limits=replace(LIMITS, max_turns=3))
     assert (many.stop_reason, len(many.turns)) == (StopReason.MAX_TURNS, 3)
     assert many.truncated and many.trainable
-    full, _ = one(lambda *_: "flood", max_context_tokens=280)
-    assert full.stop_reason is StopReason.CONTEXT_LENGTH
-    assert len(full.turns) == 1 and full.trainable and full.truncated
+    # The smaller context of the servers holds as the run file's own does.
+    for limit in ({"max_context_tokens": 280}, {"served": 280}):
+        full, _ = one(lambda *_: "flood", **limit)
+        assert full.stop_reason is StopReason.CONTEXT_LENGTH
+        assert len(full.turns) == 1 and full.trainable and full.truncated
     cut, _ = one(lambda *_: "again " * 50, max_turn_tokens=8, limits=replace(LIMITS, max_turns=2))
     assert [turn.finish_reason for turn in cut.turns] == ["length", "length"]
     # The template's own close token follows a cut turn, with mask 0.
@@ -305,7 +309,7 @@ def test_no_more_episodes_are_open_than_the_environment_has_sessions_for():
 def test_a_prompt_that_fills_the_context_is_an_error_with_numbers():
     trajectory, _ = one(lambda *_: "x", max_context_tokens=4)
     assert trajectory.error.stage == "render"
-    assert "max_context_tokens = 4" in trajectory.error.message
+    assert "within 4 (rollout.max_context_tokens" in trajectory.error.message
 
 
 async def test_cancelling_leaves_exactly_one_record_each():

@@ -91,10 +91,10 @@ class PolicyCalls:
             AgentError: the ids leave no room for a turn in the context.
         """
         policy = self._live.recorder.policy
-        if len(prompt_ids) >= policy.max_context_tokens:
+        if len(prompt_ids) >= policy.context_tokens:
             raise AgentError(
                 f"the prompt has {len(prompt_ids)} tokens, which leaves no room within "
-                f"rollout.max_context_tokens = {policy.max_context_tokens}"
+                f"{policy.context_tokens} (rollout.max_context_tokens, or the servers' context)"
             )
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         name = f"{self._live.recorder.trajectory.trajectory_id}-s{number:03d}"

@@ -226,7 +226,7 @@ class Live:
                 f"the episode has had its {self.max_turns} turns (rollout.max_turns)",
                 code="max_turns",
             )
-        limit = recorder.policy.max_context_tokens
+        limit = recorder.policy.context_tokens
         if _is_beyond(limit, call):  # which `rendered` refuses
             self.cut = StopReason.CONTEXT_LENGTH
         place = self.rendered(call)
@@ -243,7 +243,7 @@ class Live:
         """
         from jinja2.exceptions import TemplateError
 
-        limit = self.recorder.policy.max_context_tokens
+        limit = self.recorder.policy.context_tokens
         if _is_beyond(limit, call):
             raise _too_long(f"{_characters(call)} characters", limit)
         try:
@@ -274,7 +274,7 @@ def _is_beyond(limit: int, call: Call) -> bool:
 def _too_long(length: str, limit: int) -> RequestRefused:
     return RequestRefused(
         f"the prompt has {length}, and the maximum context length is {limit} tokens "
-        "(rollout.max_context_tokens)",
+        "(rollout.max_context_tokens, or the servers' context)",
         code="context_length_exceeded",
     )
 
