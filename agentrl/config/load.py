@@ -428,6 +428,7 @@ def _sections() -> list[str]:
 
 
 GONE = {
+    "run.force_resume": 'set run.resume = "force"',
     "rollout.drop_zero_variance": 'set rollout.keep = ["zero_variance"]',
     "inference.align_rounding": "leave it out",
 }

@@ -104,8 +104,9 @@ class RunSection(Section):
     preflight: bool = True
     """Stop if the first episodes show that the run cannot learn with its settings; false continues
     anyway (docs/troubleshooting.md)."""
-    resume: bool = False
-    """Continue from the newest checkpoint in the run directory; an error if there is none."""
+    resume: bool | Literal["force"] = False
+    """Continue from the newest checkpoint in the run directory; an error if there is none, or if
+    the dataset, model, group size or another defining setting changed, except with "force"."""
     replay: Path | None = None
     """Directory of another run, whose recorded trajectories are trained on step by step instead of
     new ones (docs/mixtures.md)."""
@@ -115,8 +116,6 @@ class RunSection(Section):
     """If no episode makes progress for this long while the trainer waits, the run reports the state
     of each and ends with exit status 75. Should exceed the rollout deadlines, which end single
     episodes."""
-    force_resume: bool = False
-    """Resume even though the dataset, model, group size or another defining setting changed."""
 
     @model_validator(mode="after")
     def _check_profile(self) -> RunSection:

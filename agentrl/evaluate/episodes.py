@@ -39,7 +39,6 @@ _MAY_DIFFER = {
         "name",
         "dir",
         "resume",
-        "force_resume",
         "stall_timeout_s",
         "eval_every",
         "keep_best",

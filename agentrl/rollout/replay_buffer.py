@@ -74,7 +74,7 @@ class ReplayBuffer:
             raise DataError(
                 f"{run_dir / 'trajectories'} has no group {missing[0][1]} of step {missing[0][0]}, "
                 "which the checkpoint is to train on again; restore the files, or set "
-                "rollout.replay_share = 0 and run.force_resume"
+                "rollout.replay_share = 0 and run.resume = 'force'"
             )
         self._held = [(at[0], groups[at]) for at in held]
 

@@ -114,7 +114,7 @@ def staged(choice: Choice) -> int:
     assert choice.size is not None
     edges = [0, *options.sampler_stages, choice.size]
     opened: Any = choice.memory.get("stage", 0)
-    # With run.force_resume the run may have had more pools.
+    # With run.resume = "force" the run may have had more pools.
     stage = choice.memory["stage"] = min(opened, len(edges) - 2)
     first, last = edges[stage], edges[stage + 1]
     earned = [reward for index, reward in choice.recent if first <= index < last][-ENOUGH:]
@@ -236,7 +236,7 @@ class Sampler:
             outstanding: positions that are played again, which in async runs includes groups
                 that were dropped before a step reported them.
         """
-        # With run.force_resume the run may have had a longer split, or no sampler.
+        # With run.resume = "force" the run may have had a longer split, or no sampler.
         end = float("inf") if self._size is None else self._size
         self._chosen = {position: i for position, i in saved.get("chosen", []) if i < end}
         played = saved.get("played", [])

@@ -519,10 +519,10 @@ def check_fingerprint(
         return
     text = f"the checkpoint is of a different run: {'; '.join(differences)}"
     if force:
-        logger.warning("%s (resumed anyway: run.force_resume)", text)
+        logger.warning("%s (resumed anyway: run.resume = 'force')", text)
         return
     raise CheckpointError(
-        f"{text}; restore the old values, or pass --run.force_resume true to continue with the new"
+        f"{text}; restore the old values, or pass --run.resume force to continue with the new"
     )
 
 

@@ -101,7 +101,9 @@ def _after_restart(config: RunConfig) -> RunConfig:
     run_dir = ranks.remembered("run_dir") if ranks.agents_share_store() else newest_run(config)
     if run_dir is None or latest_checkpoint(run_dir) is None:
         return config
-    again = config.run.model_copy(update={"resume": True, "dir": Path(run_dir)})
+    again = config.run.model_copy(
+        update={"resume": config.run.resume or True, "dir": Path(run_dir)}
+    )
     return config.model_copy(update={"run": again})
 
 

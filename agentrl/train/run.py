@@ -326,7 +326,8 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
 
 def restore(run: Run) -> int:
     """Loads the newest valid checkpoint and returns its step."""
-    ranks.tell("restore", [run.fingerprint, run.config.run.force_resume])
+    force = run.config.run.resume == "force"
+    ranks.tell("restore", [run.fingerprint, force])
     with ranks.working("restore"):
         state = checkpoint.resume(
             run.run_dir,
@@ -334,7 +335,7 @@ def restore(run: Run) -> int:
             policy=run.trainer.learner,
             critic=run.trainer.critic,
             reference=run.trainer.changing_reference,
-            force=run.config.run.force_resume,
+            force=force,
         )
     run.mixture.restore(state.data_position)
     if run.replay is not None:

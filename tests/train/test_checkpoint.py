@@ -532,7 +532,7 @@ def test_every_difference_is_listed_with_both_values_and_the_remedy(caplog):
     assert "group_size: checkpoint 8, now 16" in line
     assert 'env.config.split: checkpoint "train", now "test"' in line
     assert "seed: checkpoint (absent), now 1" in line
-    assert "--run.force_resume true" in line
+    assert "--run.resume force" in line
     assert "model" not in line.split(":", 1)[1]
     assert "\n" not in line
     with caplog.at_level("WARNING"):
