@@ -1,8 +1,7 @@
 """Builds, extends and opens an index directory.
 
     index.json     description of the index; written last, atomically
-    passages.bin, ends.u64, ids-N.u64      the passages (store.py)
-    bm25/          tantivy's segments (bm25.py)
+    passages/      tantivy's segments, which store the passages and rank them (passages.py)
     vectors.f32    one vector per passage (dense.py)
 
 A new index is built in a temporary directory beside its destination and moved there when complete.
@@ -25,14 +24,13 @@ from typing import Literal
 import msgspec
 
 from agentrl.errors import ConfigError, DataError
-from agentrl_search.bm25 import BM25, BM25Writer
 from agentrl_search.corpus import Passage
 from agentrl_search.dense import Dense, DenseWriter, make_encoder
+from agentrl_search.passages import Passages, PassageWriter
 from agentrl_search.retrieval import Hybrid, LocalRetriever, Ranker
-from agentrl_search.store import PassageStore, StoreWriter, remove_old_ids
 
 Retrieval = Literal["bm25", "dense", "hybrid"]
-FORMAT = 1
+FORMAT = 2
 CHUNK = 1024
 """Passages between two reports of progress."""
 
@@ -69,7 +67,7 @@ def build_index(
 ) -> IndexInfo:
     """Builds an index in a new directory.
 
-    Passages are streamed; memory use is a buffer of 256 MB plus about 40 bytes per passage.
+    Passages are streamed; memory use is a buffer of 256 MB plus about 30 bytes per passage.
 
     Args:
         stemmer: English name of the language of BM25's stemmer; None to not stem.
@@ -142,9 +140,8 @@ def open_index(
         DataError: there is no index, or it is damaged.
     """
     info = read_info(directory)
-    rankers: list[Ranker] = []
-    if info.bm25 and retrieval != "dense":
-        rankers.append(BM25(directory / "bm25", info.num_passages, info.stemmer))
+    passages = Passages(directory / "passages", info.num_passages, info.stemmer)
+    rankers: list[Ranker] = [passages] if info.bm25 and retrieval != "dense" else []
     if info.dense is not None and retrieval != "bm25":
         rankers.append(
             Dense(
@@ -161,8 +158,7 @@ def open_index(
             f"index {directory} supports '{supported}' only, not '{retrieval}'; set retrieval to "
             f"'{supported}', or build the index for '{retrieval}'"
         )
-    store = PassageStore(directory, info.num_passages)
-    return LocalRetriever(store, rankers[0] if len(rankers) == 1 else Hybrid(rankers))
+    return LocalRetriever(passages, rankers[0] if len(rankers) == 1 else Hybrid(rankers))
 
 
 def read_info(directory: Path) -> IndexInfo:
@@ -193,11 +189,11 @@ def _append(
     progress: Callable[[int], None],
 ) -> IndexInfo:
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(contextlib.closing(StoreWriter(directory, info.num_passages)))
-        words = vectors = None
-        if info.bm25:
-            words = BM25Writer(directory / "bm25", info.num_passages, info.stemmer)
-            stack.callback(words.close)
+        store = PassageWriter(
+            directory / "passages", info.num_passages, info.stemmer, words=info.bm25
+        )
+        stack.callback(store.close)
+        vectors = None
         if info.dense is not None:
             encoder = make_encoder(info.dense.model, allow_private=allow_private)
             vectors = DenseWriter(
@@ -209,30 +205,25 @@ def _append(
             )
             stack.callback(vectors.close)
         for chunk in _chunks(passages):
-            rows = [store.add(passage) for passage in chunk]
-            if words is not None:
-                for row, passage in zip(rows, chunk, strict=True):
-                    words.add(row, passage.contents)
+            for passage in chunk:
+                store.add(passage)
             if vectors is not None:
                 vectors.add([passage.contents for passage in chunk])
             progress(store.num_passages)
         if store.num_passages == info.num_passages:
             raise DataError("there are no passages to index")
-        # First, because it checks the ids: the commits below cannot be undone.
-        store.commit()
+        store.check()
         dense = info.dense
         if vectors is not None and dense is not None:
             vectors.commit()
             dense = msgspec.structs.replace(dense, dimension=vectors.dimension)
-        if words is not None:
-            words.commit()
+        store.commit()
         info = msgspec.structs.replace(info, num_passages=store.num_passages, dense=dense)
         _write_info(directory, info)
     # tantivy makes some files readable by their owner only; a server may run as another user.
     mode = (directory / "index.json").stat().st_mode
-    for path in (directory / "bm25").glob("*"):
+    for path in (directory / "passages").glob("*"):
         path.chmod(mode)
-    remove_old_ids(directory, info.num_passages)
     return info
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from agentrl.errors import EnvError
 from agentrl_search.corpus import Passage, split_contents
 from agentrl_search.outgoing import check_url, post_json
-from agentrl_search.store import PassageStore
+from agentrl_search.passages import Passages
 
 RRF_CONSTANT = 60
 RRF_DEPTH = 50
@@ -67,7 +67,7 @@ class Hybrid:
 class LocalRetriever:
     """A retriever over passages on this machine's disk."""
 
-    def __init__(self, store: PassageStore, ranker: Ranker) -> None:
+    def __init__(self, store: Passages, ranker: Ranker) -> None:
         self._store = store
         self._ranker = ranker
 
@@ -81,7 +81,7 @@ class LocalRetriever:
         return self._store.find(passage_id)
 
     def close(self) -> None:
-        self._store.close()
+        """Does nothing: the maps end with this object."""
 
 
 class RemoteRetriever:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
 from agentrl.errors import DataError
+from agentrl_search import passages as passages_module
 from agentrl_search.corpus import Passage, read_corpus, split_contents
-from agentrl_search.store import ENDS, PASSAGES, PassageStore, StoreWriter
+from agentrl_search.passages import Passages, PassageWriter
 
 ROWS = [
     {"id": 7, "contents": '"Oslo"\nOslo is a city.'},
@@ -94,91 +95,56 @@ def test_contents_can_be_split_again(title, text):
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
+def add(directory: Path, num_passages: int, passages: list[Passage]) -> int:
+    writer = PassageWriter(directory, num_passages, None, words=False)
+    try:
+        for passage in passages:
+            writer.add(passage)
+        writer.check()
+        writer.commit()
+    finally:
+        writer.close()
+    return num_passages + len(passages)
+
+
+@settings(max_examples=20, deadline=None)
 @given(
     passages=st.lists(
         st.builds(Passage, texts, texts, texts), min_size=1, unique_by=lambda p: p.id
     ),
     cut=st.integers(min_value=1),
+    hash_of=st.sampled_from([passages_module._hash, len]),  # different ids may have one hash
 )
-def test_the_store_returns_what_was_written_in_two_parts(passages, cut):
-    cut = min(cut, len(passages))
-    with tempfile.TemporaryDirectory() as name:
-        directory, written = Path(name), 0
-        for part in (passages[:cut], passages[cut:]):
-            writer = StoreWriter(directory, written)
-            assert [writer.add(p) for p in part] == list(range(written, written + len(part)))
-            writer.commit()
-            writer.close()
-            written += len(part)
-        store = PassageStore(directory, len(passages))
-        assert [store.read(row) for row in range(len(store))] == passages
+def test_the_store_returns_what_was_written_in_two_parts(passages, cut, hash_of):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passages_module, "_hash", hash_of)
+        directory = Path(name)
+        add(directory, add(directory, 0, passages[:cut]), passages[cut:])
+        store = Passages(directory, len(passages), None)
+        assert [store.read(row) for row in range(len(passages))] == passages
         assert [store.find(passage.id) for passage in passages] == passages
         assert store.find("an id that is too long to be drawn above") is None
-        store.close()
 
 
 def test_what_an_interrupted_addition_left_is_cut_off(tmp_path):
     first, lost, second = (Passage(str(i), "", f"text {i}" * 5) for i in range(3))
-    writer = StoreWriter(tmp_path, 0)
-    writer.add(first)
-    writer.commit()
-    writer.close()
-    interrupted = StoreWriter(tmp_path, 1)
-    interrupted.add(lost)
-    interrupted.close()  # no commit
-    writer = StoreWriter(tmp_path, 1)
-    writer.add(second)
-    writer.commit()
-    writer.close()
-    store = PassageStore(tmp_path, 2)
+    add(tmp_path, 0, [first])
+    add(tmp_path, 1, [lost])  # and its index.json was never written
+    add(tmp_path, 1, [second])
+    store = Passages(tmp_path, 2, None)
     assert [store.read(0), store.read(1), store.find("1")] == [first, second, None]
 
 
 def test_repeated_ids_are_refused_within_and_across_parts(tmp_path):
-    writer = StoreWriter(tmp_path, 0)
-    writer.add(Passage("a", "", "one"))
-    writer.commit()
-    writer.close()
-    for passages in (["b", "b"], ["b", "a"]):
-        writer = StoreWriter(tmp_path, 1)
-        for passage_id in passages:
-            writer.add(Passage(passage_id, "", "text"))
-        with pytest.raises(DataError, match=f"have the id '{passages[1]}'"):
-            writer.commit()
-        writer.close()
-
-
-def test_equal_hashes_of_different_ids_do_no_harm(tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl_search.store._hash", lambda passage_id: len(passage_id))
-    writer = StoreWriter(tmp_path, 0)
-    passages = [Passage(name, "", name) for name in ("aa", "b", "cc", "d", "ee")]
-    for passage in passages:
-        writer.add(passage)
-    writer.commit()
-    writer.close()
-    store = PassageStore(tmp_path, 5)
-    assert [store.find(passage.id) for passage in passages] == passages
-    assert store.find("zz") is None
-
-
-@pytest.mark.parametrize("name", [PASSAGES, ENDS, "ids-1.u64"])
-def test_a_damaged_store_is_not_opened(tmp_path, name):
-    writer = StoreWriter(tmp_path, 0)
-    writer.add(Passage("a", "", "one"))
-    writer.commit()
-    writer.close()
-    content = (tmp_path / name).read_bytes()
-    for damaged in (content[:-1], b""):
-        (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(DataError, match="damaged"):
-            PassageStore(tmp_path, 1)
-    (tmp_path / name).unlink()
-    with pytest.raises(DataError, match="damaged"):
-        PassageStore(tmp_path, 1)
+    add(tmp_path, 0, [Passage("a", "", "one")])
+    for names in (["b", "b"], ["b", "a"]):
+        with pytest.raises(DataError, match=f"have the id '{names[1]}'"):
+            add(tmp_path, 1, [Passage(name, "", "text") for name in names])
+    assert Passages(tmp_path, 1, None).find("b") is None
 
 
 def test_a_repeated_id_is_found_long_before_the_end(tmp_path):
-    writer = StoreWriter(tmp_path, 0)
+    writer = PassageWriter(tmp_path, 0, None, words=False)
     with pytest.raises(DataError, match="two passages have the id 'p3'"):
         for number in range(1_000_000):
             writer.add(Passage("p3" if number == 7 else f"p{number}", "", "text"))
