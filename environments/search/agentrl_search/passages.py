@@ -194,8 +194,8 @@ class _Stored:
     def _with(self, field: str, value: int) -> list[Passage]:
         query = self._tantivy.Query.term_query(self._schema, field, value)
         hits = self._searcher.search(query, limit=8, count=False).hits
-        found = (self._searcher.doc(address).to_dict() for _, address in hits)
-        return [Passage(*_decode(each["passage"][0])) for each in found]
+        found = (self._searcher.doc(address).get_first("passage") for _, address in hits)
+        return [Passage(*_decode(each)) for each in found]
 
 
 class Passages:
