@@ -68,6 +68,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("[rolout]\ngroup_size = 4\n", [], ["rolout", "did you mean [rollout]?"]),
         ("", ["--train.learningrate", "1"], ["--train.learningrate", "train.learning_rate"]),
         ("", ["--train.lr", "1"], ["--train.lr", "did you mean train.learning_rate?"]),
+        ("", ["--steps", "3"], ["--steps", "did you mean run.num_steps?"]),
         ("[train]\nseed = 1\n", [], ["run.toml: train.seed", "did you mean run.seed?"]),
         (
             "[rollout]\nnum_generations = 8\n",

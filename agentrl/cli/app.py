@@ -92,9 +92,9 @@ def resolved(
             "(agentrl env list)",
             file=sys.stderr,
         )
+    envs = [_env_of(alone) for alone in config.environments.values()]  # before torch is loaded
     if not dry_run:
         return config
-    envs = [_env_of(alone) for alone in config.environments.values()]
     print(config.to_toml(), *envs, _dialect_of(config), sep="\n")
     return None
 

@@ -282,11 +282,13 @@ def export(source: Path, /, *, out: Path, save_dtype: Dtype = "float32") -> int:
     """Write a checkpoint as one model folder, or an evaluation as a log of inspect_ai.
 
     A checkpoint's shards are put together and an adapter is merged into its base model, for
-    transformers, vLLM and other programs that load a model's folder. This needs host memory for
-    the whole model. A log needs pip install 'agentrl-gym[inspect]'.
+    transformers, vLLM and other programs that load a model's folder; the optimizer's state stays
+    behind. Shards and adapters need host memory for the whole model. A log needs pip install
+    'agentrl-gym[inspect]'.
 
     Args:
-        source: A checkpoint, RUN/checkpoints/step_N, or a folder of `agentrl eval --out`.
+        source: A run, whose newest checkpoint is taken, RUN/checkpoints/step_N, or a folder of
+            `agentrl eval --out`.
         out: Folder of the model, or FILE.eval for a log.
         save_dtype: Dtype of the weights where an adapter is merged.
     """

@@ -19,24 +19,27 @@ from agentrl.types import Group, Message, Trajectory
 
 
 def export_model(checkpoint: Path, out: Path, *, dtype: str) -> None:
-    """Writes a checkpoint as one model folder: its shards together, an adapter in its base model.
+    """Writes a checkpoint as one model folder: its shards together, an adapter in its base model,
+    and nothing that only training needs.
 
     Args:
+        checkpoint: of any kind, or a run's directory, whose newest one is taken.
         dtype: dtype of the weights, for an adapter that is merged: `float32` or `bfloat16`.
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        ConfigError: `checkpoint` is neither in shards nor an adapter, or `out` is not empty.
+        ConfigError: `checkpoint` is none, or `out` is not empty.
     """
     from agentrl.model.load import is_adapter, merge_adapter
-    from agentrl.train.checkpoint import export, has_shards
+    from agentrl.train.checkpoint import export, has_shards, latest_checkpoint
 
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is no folder of a checkpoint: name RUN/checkpoints/step_N")
-    if not has_shards(checkpoint):
-        merge_adapter(checkpoint, out, dtype=dtype)
-    elif not is_adapter(str(checkpoint)):
+    checkpoint = latest_checkpoint(checkpoint) or checkpoint
+    if not is_adapter(str(checkpoint)):
         export(checkpoint, out)
+    elif not has_shards(checkpoint):
+        merge_adapter(checkpoint, out, dtype=dtype)
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=out.parent) as folder:

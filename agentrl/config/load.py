@@ -448,6 +448,8 @@ def _closest(dotted: str) -> str:
     names = {key.rsplit(".", 1)[-1]: key for key in reversed(siblings or keys)}
     initials = {"".join(word[0] for word in name.split("_")): name for name in names}
     short = initials.get(leaf) if siblings else None
+    if not section and (key := next((key for key in keys if key.endswith(f"_{leaf}")), None)):
+        return f"did you mean {key}?"  # `steps` is `run.num_steps`
     close = difflib.get_close_matches(leaf, names, n=1, cutoff=0.65)
     if name := short or next(iter(close), None):
         return f"did you mean {names[name]}?"

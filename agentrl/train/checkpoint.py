@@ -642,7 +642,8 @@ def has_shards(checkpoint: Path) -> bool:
 
 
 def export(checkpoint: Path, out: Path) -> None:
-    """Writes the model, or the adapter, of a checkpoint that consists of shards to one folder.
+    """Writes the model, or the adapter, of a checkpoint to one folder, without what only training
+    needs; shards are put together.
 
     `out` appears complete or not at all. The weights are the float32 masters; the dtype in
     `config.json` is the one in which the run computed.
@@ -658,19 +659,23 @@ def export(checkpoint: Path, out: Path) -> None:
             "RUN/checkpoints/step_N"
         )
     names = _verify(checkpoint)
-    stem = "model" if (checkpoint / "model").is_dir() else "adapter_model"
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = read_tensors(
-        checkpoint,
-        stem,
-        lambda saved: {name: torch.empty_like(each, device="cpu") for name, each in saved.items()},
-    )
-    # transformers reads the "format" entry of the header.
-    save_file(tensors, partial / f"{stem}.safetensors", metadata={"format": "pt"})
+    if has_shards(checkpoint):
+        stem = "model" if (checkpoint / "model").is_dir() else "adapter_model"
+        tensors = read_tensors(
+            checkpoint,
+            stem,
+            lambda saved: {
+                name: torch.empty_like(each, device="cpu") for name, each in saved.items()
+            },
+        )
+        # transformers reads the "format" entry of the header.
+        save_file(tensors, partial / f"{stem}.safetensors", metadata={"format": "pt"})
     for name in names:
-        if "/" not in name and name not in (STATE_FILE, MANIFEST_FILE):
+        of_training = name.endswith(".safetensors") and not name.startswith("model")
+        if "/" not in name and name not in (STATE_FILE, MANIFEST_FILE) and not of_training:
             shutil.copyfile(checkpoint / name, partial / name)
     if out.exists():
         out.rmdir()

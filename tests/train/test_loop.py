@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from test_teacher import PromptServer, running
 from transformers import AutoModelForCausalLM
 
+from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.errors import CheckpointError, ConfigError, TrainingError
 from agentrl.model.load import load_model, load_tokenizer
@@ -92,6 +93,16 @@ def test_a_run_directory_holds_what_it_promises(finished):
         assert row["policy/update_logprob_diff_max"] == 0
         assert row["rollout/trajectories"] == 12
     assert len(contents(finished)) == 36
+
+
+def test_a_run_is_exported_without_what_only_training_needs(finished, tmp_path):
+    assert main(["export", str(finished), "--out", str(tmp_path / "model")]) == 0
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
+    assert not names & {"optimizer.safetensors", "state.json", "manifest.json"}
+    newest = finished / "checkpoints" / "step_000003" / "model.safetensors"
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == newest.read_bytes()
+    assert main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "again")]) == 2
 
 
 @pytest.fixture
