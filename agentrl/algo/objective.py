@@ -149,11 +149,6 @@ class Objective(Stage):
         return {key: reference for key, reference in named.items() if reference is not None}
 
     @property
-    def uses_ratio(self) -> bool:
-        """True if the loss depends on the live policy's probability over an anchor's."""
-        return self.loss is not None or self.surrogate.kind not in ("logprob", "none")
-
-    @property
     def needs_groups(self) -> bool:
         """True if advantages compare the trajectories of a group; then a group of one has 0."""
         compares = self.baseline.kind not in ("none", "given") and self.baseline.key != "batch"

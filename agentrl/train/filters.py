@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from agentrl import user_modules
 from agentrl.config import RolloutSection
@@ -11,9 +10,6 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.rollout.scheduler import KeepGroup
 from agentrl.train.batch import zero_variance
 from agentrl.types import Group
-
-UserFilter = Callable[[Group], bool | tuple[bool, str]]
-"""Returns whether to keep a group, optionally with the reason to drop it: `(False, "too_long")`."""
 
 
 def filters_of(rollout: RolloutSection) -> KeepGroup | None:
