@@ -798,8 +798,8 @@ class EvalKeys(Section):
     samples_per_task: PositiveInt = 1
     """Number of trajectories per task, the k of avg@k."""
     max_total_tokens: PositiveInt | None = None
-    """Limit of cost: once so many tokens were sampled, no further task is begun. `--resume` with a
-    higher limit plays the rest."""
+    """Limit of cost: once so many tokens were sampled, or are expected of the episodes that run, no
+    further task is begun. `--resume` with a higher limit plays the rest."""
     pass_k: Annotated[list[PositiveInt], Commas] = Field(default_factory=lambda: [1])
     """Values of k for the unbiased pass@k estimates; each at most samples_per_task."""
     temperature: Annotated[float, Field(ge=0)] | None = None

@@ -32,6 +32,9 @@ from agentrl.types import (
 class Policy(Protocol):
     """Acts in an episode. `TokenPolicy` below is the policy that can be trained."""
 
+    @property
+    def max_turn_tokens(self) -> int: ...
+
     def read(
         self,
         trajectory: Trajectory,

@@ -198,8 +198,8 @@ class GroupScheduler:
             on_progress: called with (episodes ended, episodes dispatched).
             log: episodes in it are not played again; new ones are added to it.
             takes: tells whether the task at a position is played; others count as played.
-            max_total_tokens: once so many tokens were sampled, those of `log` included, no further
-                group is begun.
+            max_total_tokens: once so many tokens were sampled, those of `log` and what open
+                episodes are expected to take included, no further group is begun.
         """
         batch = RolloutBatch([], [])
         for _ in range(max_waves):
@@ -338,9 +338,13 @@ class GroupScheduler:
         scoring: list[asyncio.Task[None]] = []
         begun = {trajectory.group_id for trajectory in ended.values()}
         num_tokens = sum(trajectory.num_sampled_tokens for trajectory in ended.values())
+        num_open = 0
 
         def may_begin() -> bool:
-            within = max_total_tokens is None or num_tokens < max_total_tokens
+            # An open episode is expected to take as many tokens as those that ended.
+            each = num_tokens / len(ended) if num_tokens else policy.max_turn_tokens
+            expected = num_tokens + num_open * each
+            within = max_total_tokens is None or expected < max_total_tokens
             return bool(waiting) and (within or waiting[0].group_id in begun)
 
         def record(trajectory: Trajectory) -> None:
@@ -365,6 +369,7 @@ class GroupScheduler:
                 log.add(group)
 
         async def worker() -> None:
+            nonlocal num_open
             # A worker's reservation at the engine passes from one episode to the next, so that
             # the engine's batches depend on which episodes are alive and not on when they came.
             try:
@@ -372,7 +377,9 @@ class GroupScheduler:
                     async with self.capacity or contextlib.nullcontext():
                         if may_begin():
                             begun.add(waiting[0].group_id)
+                            num_open += 1
                             await self.play(waiting.popleft(), record, policy)
+                            num_open -= 1
             finally:
                 policy.release()
 

@@ -182,9 +182,12 @@ def test_an_evaluation_that_is_there_is_not_played_again(capsys, tmp_path):
     assert before.items() <= played(tmp_path / "e").items()
 
 
-def test_a_limit_of_tokens_ends_an_evaluation_which_resume_completes(capsys, caplog, tmp_path):
+@pytest.mark.parametrize("concurrent", [2, 64])
+def test_a_limit_of_tokens_ends_an_evaluation_which_resume_completes(
+    capsys, caplog, tmp_path, concurrent
+):
     whole = evaluate(capsys, RUN, *FEW, "--out", str(tmp_path / "whole"))
-    few, folder = [*FEW, "--rollout.max_concurrent", "2"], str(tmp_path / "e")
+    few, folder = [*FEW, "--rollout.max_concurrent", str(concurrent)], str(tmp_path / "e")
     part = evaluate(capsys, RUN, *few, "--out", folder, "--eval.max_total_tokens", "1")
     assert part["num_samples"] == 4, "a task that was begun is played whole"
     assert "20 episodes were not played" in caplog.text and "--resume" in caplog.text
