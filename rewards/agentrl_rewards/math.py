@@ -261,6 +261,9 @@ def _grade_in_process(
     if is_choice and extract_choice(TEXT_COMMAND.sub(r" \1 ", found), 10) == letter:
         return Grade(1.0, shown, "text")
     found, gold = spelled(found), spelled(gold)
+    for needed, surplus, kept in _SURPLUS:
+        if not needed.search(gold):
+            found = surplus.sub(kept, found)
 
     answer_number, gold_number = parse_number(found), parse_number(gold)
     if answer_number is not None and gold_number is not None:
@@ -269,8 +272,6 @@ def _grade_in_process(
         return Grade(float(equal), shown, "exact")
     if _same_text(plain(found), plain(gold)):
         return Grade(1.0, shown, "text")
-    if equivalence != "literal" and _same_base(plain(found), plain(gold)):
-        return Grade(1.0, shown, "exact")
     if equivalence != "symbolic":
         return Grade(0.0, shown, "text" if gold_number is None else "exact")
     if gold_number is not None and not re.search(r"[0-9\\π√]", found):
@@ -290,7 +291,39 @@ def _grade_in_process(
     return answer, gold, shown
 
 
+_SURPLUS = tuple(
+    (re.compile(needed), re.compile(surplus), kept)
+    for needed, surplus, kept in (
+        # the name of what was asked: \\angle ABC = 5, AB = 5, P(A) = 5, S_{\\triangle ABC} = 5
+        (
+            "[=<>]",
+            r"^\s*(?:m\s*)?(?:\\(?:angle|triangle|overline|max|min|text|mathrm)\s*\{?[\sA-Za-z]*\}?|[A-Z]{2}"
+            r"|\|[A-Z]{2}\||[A-Z](?:_\{[^{}]*\})?|[A-Z]\([^()]*\))\s*=(?=[^=]*$)",
+            "",
+        ),
+        ("mod", r"^(?:\s*[a-z]\s*\\equiv)?([^=]*?)\\pmod\s*\{?\w+\}?\s*$", r"\1"),
+        # what a letter stands for: for all x; k \\in \\mathbb{Z}
+        (
+            r"for (?:all|any)|\\forall|\\in(?![a-zA-Z])",
+            r"[\s,;~]*(?:\\text\s*\{\s*for (?:all|any|every|each)\b.*|\\forall.*"
+            r"|(?:,|\()(?:\s|\\q?quad|\\text\s*\{\s*where\s*\}|\\[,;: ])*[a-z]\s*"
+            r"\\in\s*\\mathbb.*)$",
+            "",
+        ),
+        # an option's letter: B) 17
+        (r"^\W*[A-J]\b", r"^\s*(?:\\text\w*\s*\{\s*)?\(?[A-J][).](?![\w}]*$)[\s}~:]*", ""),
+        ("(?i)[ap].?m", r"(?i)(?<=:[0-9]{2})\s*(?:\\text\s*\{)?\s*[ap]\.?m\.?\s*\}?$", ""),
+        ("j|^[^i]*$", "^([^i]*)j([^ij]*)$", r"\1i\2"),  # the imaginary unit of engineers
+    )
+)
+"""What an answer may say beyond a reference: a pattern of references that say it, a pattern of it,
+and what replaces it in the answer if the reference does not say it."""
+
+
 def _same_text(answer: str, gold: str) -> bool:
+    if re.fullmatch("[A-J](?:[ ,;]*[A-J])+", gold):  # choices, AC
+        letters = [re.sub(r"[\s,;]|\band\b", "", each) for each in (answer, gold)]
+        return sorted(letters[0]) == list(letters[1]) or answer == gold
     if "\\" not in gold and re.search(r"[A-Za-z]{3}|\b[ap]\.?m\b", gold, re.IGNORECASE):
         return _words(answer) == _words(gold)
     if len(gold) > 1 and gold.replace(" ", "").isalpha():  # one letter may be a variable
@@ -305,6 +338,8 @@ _WORD_FORMS = (
     (re.compile(r"(?<=[0-9]):00(?= ?[ap]m)"), ""),
     (re.compile(r"(?<=[0-9]) (?=[ap]m)"), ""),
     (re.compile(r"(?<=[a-z0-9]), ?(?=[0-9]{4}$)"), " "),  # March 5, 2020
+    (re.compile(r"^dne$"), "does not exist"),
+    (re.compile(r"^(?:there (?:is|are) )?no (real )?solutions?(?: exists?)?$"), r"no \1solution"),
 )
 
 
@@ -320,26 +355,20 @@ def _decimal_point(text: str) -> str:
     return re.sub(r"^([-+]?(?:[0-9]+(?=,[0-9]{1,2}$|,[0-9]{4,}$)|0)),([0-9]+)$", r"\1.\2", text)
 
 
-_BASE_NUMBER = re.compile(r"(?:0x)?([0-9A-Za-z ]+)_\{?(?:base)? ?([0-9]{1,2})\}?")
-
-
-def _same_base(answer: str, gold: str) -> bool:
-    """Returns whether both are the same digits in the same base, as 2b_{16} and 2B_{16} are."""
-    pair = _BASE_NUMBER.fullmatch(answer), _BASE_NUMBER.fullmatch(gold)
-    if pair[0] is None or pair[1] is None or pair[0][2] != pair[1][2]:
-        return False
-    digits = [each[1].replace(" ", "").casefold().lstrip("0") for each in pair if each]
-    return digits[0] == digits[1]
-
-
 _FUNCTION_VALUE = re.compile(
     r"\s*y\s*=[^=\n]*\n\s*[fgh]\(x\)\s*=[^=]*$|\s*[fgh]\(x\)\s*=[^=\n]*\n\s*y\s*=[^=]*$"
 )
+_OTHER_QUANTITY = re.compile(
+    r"\s*(?:[-+0-9.]+\s*[a-z]|[-+0-9.]*\s*(?:[a-z]\s*\^|\\sqrt)\s*\{?\s*[a-z0-9]\s*\}?)\s*="
+)
+"""2x = 5, x^2 = 5, which do not state x."""
 _VALUE_OF = re.compile(r"\s*([A-Za-z])\s*=([^=]*)")
 
 
 def _values_of_others(answer: str, gold: str) -> bool:
     """Returns whether both state the value of a variable, but of differently named ones."""
+    if _OTHER_QUANTITY.match(answer) and not re.search("[=<>]", gold):
+        return True
     pair = _VALUE_OF.fullmatch(answer), _VALUE_OF.fullmatch(gold)
     if pair[0] is None or pair[1] is None:
         return False

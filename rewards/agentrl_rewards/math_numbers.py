@@ -107,9 +107,10 @@ _WRAPPERS = (
     re.compile(r"\((?P<inside>\s*[-+]?[0-9.]+\s*)\)"),
     re.compile(r"\\(?:text|math)(?:bf|rm|it)?\s*\{(?P<inside>[^{}]*)\}"),
 )
-TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
+TEXT_COMMAND = re.compile(
+    r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+)
 _REPLACEMENTS = (
-    (re.compile("\u2212"), "-"),
     (
         re.compile(r"\\varnothing(?![a-zA-Z])|\u2205|^(?:the )?empty set$|\\\{\s*\\\}"),
         r"\\emptyset",
@@ -123,9 +124,10 @@ _REPLACEMENTS = (
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"°|\^?\s*\{?\s*\\circ(?![a-z])\s*\}?"), " degree "),
     (re.compile(r"([_^])\s*\{\s*(\w)\s*\}"), r"\1\2"),
+    (re.compile(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])"), "*"),
     (re.compile(r"\s+"), " "),
     (re.compile(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])"), ""),
-    (re.compile(r"^ |[ .]+$"), ""),
+    (re.compile(r"^ |(?: in (?:total|all))?[ .]*$"), ""),
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # a choice, "(B)"
 )
 
@@ -216,12 +218,14 @@ _UNIT_NAMES = """
     |ml milliliter millilitre|l liter litre|gallon gal|s second sec secs|min minute mins
     |h hour hr hrs|day|week|month|year yr yrs|dollar usd buck|cent|euro eur|yen yuan rmb
     |rupee|degree deg
+    |coulomb|kelvin|tesla|farad|henry|ev|pascal|erg|dyne|khz|mhz|ghz
     |tonne|radian rad|joule|kj kilojoule|newton|watt|kw kilowatt|volt|amp|ohm|mole mol|hz hertz
 """
 _UNITS: dict[str, str] = {}
 for _names in map(str.split, _UNIT_NAMES.split("|")):
     _UNITS |= dict.fromkeys((*_names, *(f"{name}s" for name in _names if len(name) > 1)), _names[0])
 _ABBREVIATIONS = {"J": "joule", "N": "newton", "W": "watt", "V": "volt", "A": "amp"}
+_ABBREVIATIONS |= {"C": "coulomb", "K": "kelvin", "T": "tesla", "F": "farad", "Pa": "pascal"}
 _ABBREVIATIONS |= {"mph": "mile/hour", "mpg": "mile/gallon", "in": "inch"}
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "lb", "¥": "yen"}  # "pound" and "¥" are both
 _CURRENCIES |= {"¢": "cent", "₹": "rupee"}
@@ -344,8 +348,9 @@ def _read_unit(text: str) -> tuple[int, Unit] | None:
     unit: Unit = {}
     scale, sign, power, last = 0, 1, 1, ""
     words = match["words"]
-    first = words.partition("^")[0].rstrip(".")
-    words = words.replace(first, _ABBREVIATIONS.get(first, first), 1).lower()
+    words = re.sub(
+        r"^[A-Za-z]+|[A-Z]\w*", lambda word: _ABBREVIATIONS.get(word[0], word[0]), words
+    ).lower()
     parts = _UNIT_PART.findall(words)
     for position, (word, over, digit) in enumerate(parts):
         if digit and last:
@@ -365,7 +370,7 @@ def _read_unit(text: str) -> tuple[int, Unit] | None:
             if _CHANGES_THE_VALUE.fullmatch(word) or is_short or not match["gap"]:
                 return None
             unit.setdefault(word.removesuffix("s"), 0)
-    if not match["gap"] and re.match(r"[a-z]\b", words):  # 5m may be a product
+    if not match["gap"] and re.match(r"[A-Za-z]\b", match["words"]):  # 5m may be a product
         return None
     return scale, unit
 

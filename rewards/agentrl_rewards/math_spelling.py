@@ -17,7 +17,7 @@ _NAMES = (
     "α alpha β beta γ gamma δ delta ε epsilon ζ zeta η eta θ theta κ kappa λ lambda μ mu ν nu ξ xi "
     "π pi ρ rho σ sigma τ tau φ phi ϕ phi χ chi ψ psi ω omega Γ Gamma Δ Delta Θ Theta Λ Lambda "
     "Ξ Xi Σ Sigma Φ Phi Ψ Psi Ω Omega ∞ infty × times ± pm ≤ le ⩽ le ≥ ge ⩾ ge ≠ ne ∪ cup ∩ cap "
-    "∈ in ⋅ cdot ∙ cdot • cdot · cdot"
+    "∈ in ≡ equiv ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil ⋅ cdot ∙ cdot • cdot · cdot"
 )
 _COMMANDS = dict(zip(_NAMES.split()[::2], _NAMES.split()[1::2], strict=True))
 _SIGNS = {
@@ -26,6 +26,14 @@ _SIGNS = {
     **{char: rf"\mathbb{{{letter}}}" for char, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-"),
     **dict.fromkeys("÷∕⁄", "/"),
+    # the wide punctuation of Chinese texts
+    **{chr(ord(char) + 0xFEE0): char for char in "!()+,:;<=>[]{|}"},
+    "⟨": r"\langle ",
+    "⟩": r"\rangle ",
+    "、": ",",
+    "。": ".",
+    "或": " or ",
+    "和": " and ",
     "′": "'",
     "º": "°",
 }
@@ -40,6 +48,7 @@ _TEXT = r"(?:\\(?:text|mathrm|mbox)\s*\{\s*)?"
 _SPACE = r"(?:\s|~|\\[,;: ])*"
 _COLOR = r"\\(?:text)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}\s*"
 _SIZE = r"\\(?:displaystyle|textstyle|bf|rm|it|tiny|small|large|Large|huge)(?![a-zA-Z])"
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _ARGUMENT = r"(?:[0-9]|[a-zA-Z]|\\(?!sqrt)[a-zA-Z]+)"
 _CURRENCY = r"\.?\s*\}?" + _SPACE + r"(?=[-+0-9.\\])"
 _CODE = "CAD|AUD|NZD|HKD|SGD|CHF|CNY|JPY|KRW|MXN|BRL|SEK|NOK|DKK|PLN|TRY|ZAR|RUB"
@@ -54,6 +63,25 @@ _REWRITES = [
         (_SIZE, ""),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
         (r"\\(?:left|right)\.", ""),
+        (r"\(\s*\\?b?mod\s*(\w+)\s*\)", r"\\pmod{\1}"),
+        (
+            r"\\?(?:operatorname|text|mathrm)?\s*\{?\s*cis\s*\}?\s*(\([^()]*\)|[^-+,=()]+)",
+            r"(\\cos(\1)+i\\sin(\1))",
+        ),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
+        (r"(?<![0-9A-Za-z])([0-9]\.[0-9]+)[eE]([-+]?[0-9]+)(?![0-9A-Za-z])", r"\1\\times 10^{\2}"),
+        (r"\{([pb]?)smallmatrix\}", r"{\1matrix}"),
+        (r"\\langle(?![a-zA-Z])(.*)\\rangle(?![a-zA-Z])", r"(\1)"),
+        (r"\\hat\s*\{?\s*\\?([ijk])(?:math)?(?![a-zA-Z])\s*\}?", r"\1"),  # unit vectors
+        (rf"^\s*{_TEXT}(?i:the )?(?i:final |correct )?(?i:answer)(?i: is)?:?\s*\}}?\s*", ""),
+        (rf"^({_NUMBER})\s*(?:\^?\s*\{{?\s*{_TEXT})(?:st|nd|rd|th)\s*\}}*$", r"\1"),  # 5th
+        (rf"^({_NUMBER}){_SPACE}{_TEXT}\s*to\s*\}}?{_SPACE}({_NUMBER})$", r"\1:\2"),
+        # { x | x > 2 }, in which x is real
+        (
+            r"^\s*\\?\{\s*([a-z])(?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\||:)(.*(?:[<>=]|\\[lgn]e).*?)\\?\}\s*$",
+            r"\2",
+        ),
+        (r"^(\s*(?:\\left)?[(\[][^,;]*);([^,;]*[)\]]\s*)$", r"\1,\2"),  # [-2; 7]
         # without braces, an argument of \frac is one digit, letter or command
         (rf"(\\[dtc]?frac)(?![a-zA-Z])\s*({_ARGUMENT})", r"\1{\2}"),
         (rf"(\\[dtc]?frac\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}})\s*({_ARGUMENT})", r"\1{\2}"),
@@ -79,6 +107,11 @@ _REWRITES = [
 ]
 
 
+_IN_BASE = re.compile(
+    rf"\s*(?:0x)?(?P<digits>[0-9A-Za-z ]+)_\{{?(?:base)? ?(?P<base>{_BASE})\}}?\s*"
+)
+
+
 def spelled(text: str) -> str:
     """Returns the text with unicode signs, styles, colours, currencies and bases as plain LaTeX."""
     if not text.isascii():
@@ -89,9 +122,11 @@ def spelled(text: str) -> str:
             break
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    base = re.search(r"_\{([A-Za-z]+)\}$", text)
-    if base and (number := _BASES.get(base[1].lower())):
-        text = f"{text[: base.start()]}_{{{number}}}"
+    number = _IN_BASE.fullmatch(text)
+    base = _BASES.get(number["base"].lower(), number["base"]) if number else ""
+    # 2b_{16} and 2B_{16}, but x_1 is another variable than X_1
+    if number and (number["digits"].isdigit() or base == "16"):
+        text = f"{number['digits'].replace(' ', '').upper().lstrip('0')}_{{{base}}}"
     return text
 
 

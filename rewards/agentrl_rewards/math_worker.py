@@ -38,9 +38,10 @@ from typing import Any
 CHECKS_PER_CHILD = 500
 """A child is replaced after this many checks, because sympy's caches grow."""
 
-FIRST_WARM_UP = (r"(x-3)^2(x+1)+\frac{1}{2}x", r"x^3-5x^2+3.5x+9")
+WARM_UP = (r"(x-3)^2(x+1)+\frac{1}{2}x", r"x^3-5x^2+3.5x+9")
 """Compared before the first child is forked: sums, products, powers and quotients."""
 WARM_UP = (
+    (r"(x-3)^2(x+1)+\frac{1}{2}x", r"x^3-5x^2+3.5x+9"),
     (
         r"\begin{pmatrix} \frac{1}{2} \\ -3 \end{pmatrix}",
         r"\begin{bmatrix} 1 & \sqrt{2} \end{bmatrix}",
@@ -54,9 +55,8 @@ WARM_UP = (
     (r"3 \pm \sqrt{5}", r"a_1+b_{2}"),
     (r"x=1, 2", r"x_1 = 1 \text{ and } y < 3"),
 )
-"""Compared by an idle supervisor, so that children forked later inherit the parser's tables. The
+"""Compared before the first child is forked, so that children inherit the parser's tables. The
 first comparison of such an expression takes four times as long as a later one."""
-USES_BEFORE_WARM_UP = 10
 
 Compare = Callable[[str, str], bool | None]
 
@@ -115,6 +115,9 @@ _MATH_WORDS = (
     (re.compile(rf"\\(?:text|mathrm|operatorname)\s*\{{({_NAMES})\}}"), r"\\\1 "),
     (re.compile(rf"(?<![a-zA-Z\\])({_NAMES})(?![a-zA-Z])"), r"\\\1 "),
     (re.compile(r"\\sqrt\s*(?=\()"), "sqrt"),
+    # a proportion of three
+    (re.compile(r"^([^:]+):([^:]+):([^:]+)$"), r"(1,\\frac{\2}{\1},\\frac{\3}{\1})"),
+    (re.compile(r"\\sqrt\s*\[([357])\]\s*\{\s*-\s*(\w+)\s*\}"), r"(-\\sqrt[\1]{\2})"),
     (re.compile(r"(?<=[*^])\[([^\[\](),]*)\]"), r"(\1)"),  # e^[2*x] is not an interval
     (re.compile(r"\\\\\s*\[[^\]]*(?:pt|e[xm]|[cm]m)\]"), r"\\\\ "),  # line spacing
     # otherwise a number before it would be added, as in a mixed number
@@ -155,7 +158,7 @@ def list_brackets(text: str) -> str:
 
 
 def load_compare() -> Compare:
-    """Imports math-verify and runs it once, so that forked children inherit its tables.
+    """Imports math-verify and compares a few pairs, so that forked children inherit its tables.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -221,7 +224,10 @@ def load_compare() -> Compare:
             return False
         tolerance = sympy.Float(rounding(answer + " " + reference))
         is_complex = bool(_IMAGINARY.search(words_of(answer + " " + reference)))
-        gold = [prepared(each, is_complex) for each in parsed(for_parser(reference))]
+        gold = [
+            prepared(each, is_complex, bool(_AND.search(reference)))
+            for each in parsed(for_parser(reference))
+        ]
         # What cannot be read or prepared is not equal to anything: an answer must not escape a 0 by
         # an exception. If the comparison itself raises, the answer has no reward, unless the two
         # are not even of one kind.
@@ -229,7 +235,8 @@ def load_compare() -> Compare:
             prediction = parsed(for_parser(answer))
             if any(not is_cheap(expression) for expression in prediction):
                 return None
-            prediction = [prepared(each, is_complex) for each in prediction]
+            is_and = bool(_AND.search(answer))
+            prediction = [prepared(each, is_complex, is_and) for each in prediction]
         except MemoryError:
             raise
         except Exception:
@@ -252,10 +259,12 @@ def load_compare() -> Compare:
                 raise
             return False
 
-    compare(*FIRST_WARM_UP)
+    for pair in WARM_UP:
+        compare(*pair)
     return compare
 
 
+_AND = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])")
 _IMAGINARY = re.compile(r"(?<![a-zA-Z])[a-z]?i(?![a-zA-Z])")
 
 
@@ -266,11 +275,12 @@ def rounding(text: str) -> float:
     return max((10.0 ** -len(each.partition(".")[2]) / float(each) for each in long), default=0.0)
 
 
-def prepared(expression: Any, is_complex: bool) -> Any:
+def prepared(expression: Any, is_complex: bool, is_and: bool = False) -> Any:
     """Rewrites what math-verify does not, without evaluating relations, which might collapse.
 
     Decimals become exact, `i` the imaginary unit, `log` of a base a quotient; joined inequalities
-    become a set, and `x = a \\pm b` becomes two equations.
+    become a set, their intersection if joined by "and" or if one is a `\\ne`; `x = a \\pm b`
+    becomes two equations.
     """
     import sympy
     from latex2sympy2_extended.logic import And
@@ -279,12 +289,15 @@ def prepared(expression: Any, is_complex: bool) -> Any:
     def again(part: Any) -> Any:
         return prepared(part, is_complex)
 
-    one_sided = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)
+    one_sided = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt, sympy.Ne)
     if isinstance(expression, sympy.And | sympy.FiniteSet):
         parts = [again(each) for each in getattr(expression, "_unsorted_args", expression.args)]
         inequalities = [each for each in parts if isinstance(each, one_sided)]
         if parts and len(inequalities) == len(parts) and len(expression.free_symbols) == 1:
-            join = sympy.Intersection if isinstance(expression, sympy.And) else sympy.Union
+            is_and |= isinstance(expression, sympy.And) or any(
+                isinstance(each, sympy.Ne) for each in parts
+            )
+            join = sympy.Intersection if is_and else sympy.Union
             return join(*(each.as_set() for each in inequalities))
         if isinstance(expression, sympy.And):
             return And(*parts, evaluate=False)
@@ -359,9 +372,9 @@ def same_value(gold: Any, answer: Any, tolerance: Any) -> bool | None:
         return None
     num_positive = 0
     for point in range(8):
-        sign = -1 if point > 4 else 1
         values = {
-            symbol: sign * sympy.Rational(31 + 7 * (3 * place + 5 * point) % 41, 19)
+            symbol: sympy.Rational(31 + 7 * (3 * place + 5 * point) % 41, 19)
+            * (-1 if point > 4 and (place + point) % 3 else 1)  # of one sign or of two
             for place, symbol in enumerate(symbols)
         }
         pair: list[Any] = [each.subs(values) for each in (gold, answer)]
@@ -370,7 +383,7 @@ def same_value(gold: Any, answer: Any, tolerance: Any) -> bool | None:
             continue
         if pair[0] != pair[1] and same_number(pair[0], pair[1], 0) is False:
             return False
-        num_positive += sign > 0
+        num_positive += point <= 4
     return True if num_positive >= 3 else None
 
 
@@ -552,8 +565,7 @@ def main() -> None:
         return
     child, num_checks = Child(compare, memory_bytes, reply_fd), 0
     send(reply_fd, {"ready": True})
-    warm_up = iter(WARM_UP)
-    for count, line in enumerate(read_lines(0)):
+    for line in read_lines(0):
         try:
             reply = child.ask(line)
         except BrokenPipeError:
@@ -566,13 +578,6 @@ def main() -> None:
             child, num_checks = Child(compare, memory_bytes, reply_fd), 0
             reply = reply or failure(status, json.loads(line)["deadline_s"])
         os.write(reply_fd, reply)
-        while count > USES_BEFORE_WARM_UP and not select.select([0], [], [], 0)[0]:
-            if (pair := next(warm_up, None)) is None:
-                break
-            compare(*pair)
-            if pair == WARM_UP[-1]:
-                child.end()
-                child = Child(compare, memory_bytes, reply_fd)
     child.end()
 
 

@@ -443,7 +443,7 @@ def test_a_comparison_that_raises_gives_no_reward_unless_the_answer_is_at_fault(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", ["heldout", "forms", "forms_heldout"])
+@pytest.mark.parametrize("table", ["heldout", "forms", "forms_heldout", "fresh"])
 def test_precision_and_recall(table):
     outcome = judge(read_pairs(table))
     assert outcome.precision == 1.0 and outcome.recall >= 0.985, outcome.errors
