@@ -19,7 +19,7 @@ from agentrl.evaluate.episodes import SUITE_FILE
 from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.log import TrajectoryEntry
 from agentrl.view import glossary
-from agentrl.view.curves import REWARD, binned, number, series
+from agentrl.view.curves import REWARD, binned, held_out, number, series
 from agentrl.view.tracking import METRICS_FILE, STATUS_FILE, parse_metrics_line, read_status
 
 Decode = Callable[[list[int]], str]
@@ -172,6 +172,7 @@ class RunFiles:
         if status["state"] == "unknown" and num_steps is not None and step >= num_steps:
             status["state"] = "finished"
         rewards = series(metrics, REWARD)
+        evaluated = [value for row in metrics for value in [*held_out(row).values()][:1]]
         return {
             "id": self.id,
             "name": "/".join(self.cell or [self.path.name]),
@@ -184,6 +185,7 @@ class RunFiles:
             "preset": _objective(config),
             "rewards": binned([value for _, value in rewards], SPARKLINE_POINTS),
             "reward": number(metrics[-1].get(REWARD)) if metrics else None,
+            "held_out": evaluated[-1] if evaluated else None,
             "written": _modified(self.path / METRICS_FILE),
             "tokens": sum(number(row.get("rollout/tokens")) or 0 for row in metrics),
         }

@@ -124,6 +124,11 @@ async function answerOf(response) {
   throw new NoData(text.startsWith("{") ? JSON.parse(text).error || text : text);
 }
 
+// A row of a table opens what it is of, except where it holds a control or a link of its own.
+function opens(to) {
+  return (event) => event.target.closest("a, button, input, label") || String(getSelection()) || (location.href = to);
+}
+
 function address(path, parameters = {}) {
   const asked = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   return "#/" + path + (asked.length ? "?" + new URLSearchParams(asked) : "");

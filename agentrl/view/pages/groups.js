@@ -110,8 +110,8 @@ function groupCard(id, group) {
           {},
           group.members.map((member) =>
             el(
-              "tr" + (member.matches ? "" : ".dim"),
-              {},
+              "tr.whole-link" + (member.matches ? "" : ".dim"),
+              { onclick: opens(address(`run/${id}/t/${member.step}/${member.offset}`)) },
               !stored && el("td.pick", {}, pickBox(id, member)),
               el("td.num", {}, el("a.open", { href: address(`run/${id}/t/${member.step}/${member.offset}`), "aria-label": `open ${member.trajectory_id}, reward ${number(member.reward)}` }, el("span." + tone(member.reward), {}, number(member.reward)))),
               shown.map((name) => el("td.num.wide", {}, number(member.reward_components[name]))),

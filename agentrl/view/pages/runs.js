@@ -5,7 +5,7 @@ const MOST_COMPARED = 6;
 const MOST_SEEDS = 24; // where runs that differ in their seed are one band
 
 // What the table can be sorted by; numbers begin with the largest.
-const RUN_ORDERS = { run: (run) => run.name, state: (run) => run.state, reward: (run) => run.reward, step: (run) => run.step, environment: (run) => run.env, objective: (run) => run.preset, model: (run) => run.model };
+const RUN_ORDERS = { run: (run) => run.name, state: (run) => run.state, reward: (run) => run.reward, "held-out": (run) => run.held_out, step: (run) => run.step, environment: (run) => run.env, objective: (run) => run.preset, model: (run) => run.model };
 
 function sortedRuns(runs, by) {
   const value = RUN_ORDERS[by];
@@ -38,13 +38,14 @@ async function runsPage(page, parameters) {
     });
     const place = [...chosen].indexOf(run.id);
     return el(
-      "tr",
-      {},
+      "tr.whole-link",
+      { onclick: opens(address("run/" + run.id)) },
       el("td.pick", {}, el("label.hit", {}, toggle, place >= 0 && parameters.get("bands") !== "1" && el("span.swatch.c" + place))),
       el("td", {}, el("a.name", { href: address("run/" + run.id), title: run.name }, run.name)),
       el("td", {}, stateOf(run)),
       el("td", {}, sparkline(run.rewards)),
       el("td.num", {}, number(run.reward)),
+      el("td.num", { title: "mean reward of the newest evaluation" }, number(run.held_out)),
       el("td.num.wide", {}, run.step + (run.num_steps ? " / " + run.num_steps : "")),
       el("td.wide", {}, run.env || "–"),
       el("td.wide", {}, run.preset || "–"),
@@ -52,13 +53,13 @@ async function runsPage(page, parameters) {
       el("td.wide", {}, el("a", { href: address(`run/${run.id}/diagnosis`) }, "diagnosis")),
     );
   });
-  const head = ["", "run", "state", "reward", "", "step", "environment", "objective", "model", ""];
-  const wide = new Set([5, 6, 7, 8, 9]);
+  const head = ["", "run", "state", "reward", "", "held-out", "step", "environment", "objective", "model", ""];
+  const wide = new Set([6, 7, 8, 9, 10]);
   page.append(
     el("h1", {}, "Runs"),
     everyRun.length > 1 && !stored && el("form.filters", { onsubmit: (event) => event.preventDefault() }, el("label.field.find", {}, el("span", {}, "find"), el("input", { name: "find", type: "search", placeholder: "name, state, environment, model", value: words, onchange: (event) => choice({ find: event.target.value.trim() }) })), words && el("span.faint", {}, `${number(runs.length)} of ${number(everyRun.length)}`)),
     everyRun.length
-      ? el("div.scroll", {}, el("table.runs", {}, el("thead", {}, el("tr", {}, head.map((name, i) => el("th" + (wide.has(i) ? ".wide" : ""), { "aria-sort": name && name === order ? (["reward", "step"].includes(name) ? "descending" : "ascending") : null }, name in RUN_ORDERS && everyRun.length > 1 ? el("button.sort", { onclick: () => choice({ sort: name === order ? "" : name }) }, name, name === order && " ↓") : name)))), el("tbody", {}, rows)))
+      ? el("div.scroll", {}, el("table.runs", {}, el("thead", {}, el("tr", {}, head.map((name, i) => el("th" + (wide.has(i) ? ".wide" : ""), { "aria-sort": name && name === order ? (["reward", "held-out", "step"].includes(name) ? "descending" : "ascending") : null }, name in RUN_ORDERS && everyRun.length > 1 ? el("button.sort", { onclick: () => choice({ sort: name === order ? "" : name }) }, name, name === order && " ↓") : name)))), el("tbody", {}, rows)))
       : el("p.faint", {}, "No run yet. One that begins under the given directories appears here."),
   );
   if (everyRun.length && !runs.length) page.append(el("p.faint", {}, "No run is like this."));
