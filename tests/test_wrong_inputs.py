@@ -137,7 +137,7 @@ COMMANDS = [
     ("examples --out file", "file exists already", "--out"),
     ("examples --out file/examples", "file/examples", "Not a directory"),
     ("export none --out out", "none", "checkpoint"),
-    ("export . --out out", ".", "adapter"),
+    ("export . --out out", "manifest.json", "RUN/checkpoints"),
     ("data get nothing", "nothing", "use one of"),
     ("trian run.toml", "trian", "train"),
     (f"train {RUN} --profil 3", "--profil", "--profile"),
