@@ -48,7 +48,10 @@ def same_number(answer: Number, gold: Number) -> bool:
         return False
     if answer.percent == gold.percent:
         value = answer.value * factor
-        return value == gold.value or _is_rounded(answer.step * factor, value, gold.value)
+        pair = (answer.step * factor, value), (gold.step, gold.value)
+        return value == gold.value or any(
+            _is_rounded(*one, other[1]) for one, other in (pair, pair[::-1])
+        )
     if answer.unit or gold.unit:
         return False
     percent, bare = (answer, gold) if answer.percent else (gold, answer)
