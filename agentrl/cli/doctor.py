@@ -252,7 +252,18 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
     flag = BACKENDS[inference.backend].program.share_flag
     share = memory.share_in_arguments(inference.args, flag)
     turns = ", in turns" if inference.share == "sleep" else ""
-    least = _least_share(config, there)
+    least = 0.1
+    try:
+        quantization = config.model.quantization or inference.quantization
+        least = max(least, memory.bytes_of_weights(config, quantization) / there + 0.05)
+    except (NotImplementedError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        yield (
+            "note",
+            what,
+            f"the size of the weights cannot be read ({reason}): a server is supposed to need a "
+            f"share of {least:g}",
+        )
     if share is None:
         said = f"{each}{turns}: training leaves a share of {left:.2f} for each"
         if left >= least:
@@ -275,17 +286,6 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
         )
     else:
         yield "ok", what, f"{each}: a share of {share:g} for each; training leaves {left:.2f}"
-
-
-def _least_share(config: RunConfig, there: int) -> float:
-    """Returns the fraction of a GPU's memory for a server's weights and a small cache."""
-    from agentrl.train import memory
-
-    try:
-        quantization = config.model.quantization or config.inference.quantization
-        return max(0.1, memory.bytes_of_weights(config, quantization) / there + 0.05)
-    except (NotImplementedError, OSError, RuntimeError, ValueError):
-        return 0.1
 
 
 async def _open_a_task(config: RunConfig) -> None:

@@ -74,12 +74,21 @@ def to_content(value: Any) -> Content:
             "`return await ...`"
         )
     try:
-        return encode(to_jsonable_python(value)).decode()
+        return encode(to_jsonable_python(_ordered(value))).decode()
     except (TypeError, PydanticSerializationError) as error:
         raise EnvError(
             f"a tool returned a value of type {type(value).__name__}, which cannot become JSON; "
             "return a str, a number, a list or a dict"
         ) from error
+
+
+def _ordered(value: Any) -> Any:
+    """Sorts sets: their own order differs between processes."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(_ordered, value), key=repr)
+    if isinstance(value, dict):
+        return {key: _ordered(each) for key, each in value.items()}
+    return [*map(_ordered, value)] if type(value) in (list, tuple) else value
 
 
 def to_finite(value: Any, source: str) -> float:

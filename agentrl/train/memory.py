@@ -340,7 +340,7 @@ def share_for_servers(config: RunConfig, there: int, *, device_type: str) -> flo
         else:
             needed = estimate(config, device_type=device_type, num_ranks=1).total
     except (NotImplementedError, OSError, RuntimeError, ValueError):
-        logger.info("training cannot be estimated, so servers get a third of the memory")
+        logger.warning("training cannot be estimated, so servers get a third of the memory")
         return 0.33
     left = (USABLE - needed / there) / config.inference.num_servers
     return max(0.05, int(100 * left) / 100)

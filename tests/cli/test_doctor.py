@@ -168,3 +168,7 @@ def test_a_server_on_the_gpu_that_trains_has_to_fit(tmp_path, arguments, num_gpu
     assert finding == "fix" and "with inference.share = 'sleep' it is 0.8" in detail, detail
     share = memory.share_for_servers(config, 2 * needed, device_type="cuda")
     assert 0.38 <= share <= 0.4  # half is training's, a tenth stays free
+    # A model whose size cannot be read is said.
+    unknown = config.model.model_copy(update={"path": str(tmp_path)})
+    found = list(_memory_of_servers(config.model_copy(update={"model": unknown}), needed, 1))
+    assert found[0][0] == "note" and str(tmp_path) in found[0][2]

@@ -13,6 +13,7 @@ from manager_calls import call, error_of, open_group, run, step, until
 from sample_envs import Workshop
 
 from agentrl.env.protocol import CreateRequest, TaskSpec
+from agentrl.env.values import to_content
 from agentrl.errors import EnvUnavailable, GraderError
 from agentrl.types import Task
 
@@ -473,3 +474,8 @@ def test_hundreds_of_episodes_leave_nothing_behind():
         assert left <= 1 + 10  # the source, and what the last tasks still hold
 
     run(test)
+
+
+def test_a_set_is_shown_in_an_order_of_its_own():
+    for value in ({"x", "yy", "zzz"}, {"a": [frozenset({"x", "yy", "zzz"})]}):
+        assert '["x","yy","zzz"]' in str(to_content(value))

@@ -283,10 +283,10 @@ class Connection:
         finally:
             calling.cancel()
         text = "\n".join(_text_of(each) for each in result.content)
+        if not text and result.structured_content is not None:
+            text = json.dumps(to_json(result.structured_content), ensure_ascii=False)
         if result.is_error:
             raise ToolFailed(text)
-        if not text and result.structured_content is not None:
-            return json.dumps(to_json(result.structured_content), ensure_ascii=False)
         if not (self._config.show_images and any(map(_is_image, result.content))):
             return text
         return content_of_parts(list(map(_shown, result.content)))

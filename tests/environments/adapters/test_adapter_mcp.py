@@ -47,6 +47,32 @@ ROWS = [
 ]
 
 
+ODD = '''
+from mcp.server import MCPServer
+from mcp.types import CallToolResult, ImageContent, TextContent
+
+server = MCPServer("odd")
+image = ImageContent(type="image", data="AAAA", mime_type="image/png")
+
+@server.tool()
+def count() -> CallToolResult:
+    """Count."""
+    return CallToolResult(content=[], structured_content={"books": 3})
+
+@server.tool()
+def fail() -> CallToolResult:
+    """Fail."""
+    return CallToolResult(content=[], structured_content={"why": "full"}, is_error=True)
+
+@server.tool()
+def look() -> CallToolResult:
+    """Look."""
+    return CallToolResult(content=[TextContent(type="text", text="a shelf"), image])
+
+server.run()
+'''
+
+
 @pytest.fixture
 def shelf(tmp_path):
     """`mcp:COMMAND`, and the file of its tasks."""
@@ -92,6 +118,28 @@ def test_a_command_is_an_environment_in_one_line(shelf):
         await env.close()
 
     asyncio.run(main())
+
+
+def test_structured_results_and_broken_images_reach_the_agent(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"prompt": "q"}) + "\n")
+
+    async def main():
+        name = f"mcp:{sys.executable} {tmp_path / 'odd.py'}"
+        env = make(resolve(name), tasks=str(tasks), show_images=True)
+        await env.reset("train", 0)
+        said = {
+            each: (await env.call(each)).observation[0]["content"]
+            for each in ("count", "fail", "look")
+        }
+        await env.close()
+        return said
+
+    said = asyncio.run(main())
+    assert json.loads(said["count"]) == {"books": 3}
+    assert "full" in said["fail"]
+    assert "a shelf" in str(said["look"]) and "cannot be read" in str(said["look"])
 
 
 def test_the_last_turn_gives_the_reference_though_the_episode_goes_on(shelf):
