@@ -6,6 +6,7 @@ the trajectory holds messages, in a row without tokens, and rewards.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -116,6 +117,30 @@ class ChatPolicy:
             )
         )
         return action
+
+    async def require_server(self) -> None:
+        """Waits until a server answers anything, at most 10 s and `retry_for_s`: so no episode is
+        played against none.
+
+        Raises:
+            InferenceError: nothing answers; names the URL.
+        """
+        import openai
+
+        clock = asyncio.get_running_loop().time
+        end = clock() + min(10.0, self.retry_for_s)
+        while True:
+            try:
+                await self.client.get("/models", cast_to=httpx.Response, options={"timeout": 5.0})
+            except openai.APIConnectionError as error:
+                if clock() < end:
+                    await asyncio.sleep(1.0)
+                    continue
+                said = f"no server answers ({error.__cause__ or error}); start it, or check the URL"
+                raise _failure(self.client, said, error) from error
+            except openai.OpenAIError:
+                pass  # it answers; some have no list of models
+            return
 
     async def _ask(self, body: dict[str, Any]) -> _Reply:
         import openai

@@ -28,6 +28,7 @@ from agentrl.rollout.setup import (
 
 if TYPE_CHECKING:
     from agentrl.inference.base import InferenceEngine
+    from agentrl.rollout.chat import ChatPolicy
 
 Progress = Callable[[int, int], None]
 """Called with (episodes ended, episodes dispatched)."""
@@ -105,7 +106,9 @@ async def policy_of(
             episodes should not wait for them.
     """
     if config.inference.backend == "openai":
-        return await stack.enter_async_context(aclosing(_chat_policy(config)))
+        policy = await stack.enter_async_context(aclosing(_chat_policy(config)))
+        await policy.require_server()
+        return policy
     from agentrl.train.sampling import evaluation_sampling
 
     path = model_path(config, checkpoint)
@@ -183,7 +186,7 @@ async def _engine(
     return await stack.enter_async_context(aclosing(engine))
 
 
-def _chat_policy(config: RunConfig) -> Policy:
+def _chat_policy(config: RunConfig) -> ChatPolicy:
     try:
         from openai import AsyncOpenAI
     except ImportError:

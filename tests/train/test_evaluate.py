@@ -108,12 +108,13 @@ def test_evaluation_samples_as_the_models_authors_do_and_says_so(capsys, tmp_pat
     assert free == again
 
 
-def test_a_server_that_is_not_there_fails_every_sample(capsys):
+def test_a_server_that_is_not_there_is_one_line_before_anything_is_played(capsys, tmp_path):
     arguments = ["--inference.backend", "openai", "--inference.urls", "http://127.0.0.1:9"]
-    arguments += ["--inference.retry_for_s", "0.5"]
-    assert main(["eval", RUN, *arguments, "--eval.num_tasks", "1", "--json"]) == 1
-    result = json.loads(capsys.readouterr().out)
-    assert result["num_failed"] == 1 and "127.0.0.1:9" in result["first_error"]
+    arguments += ["--inference.retry_for_s", "0.5", "--out", str(tmp_path / "out")]
+    assert main(["eval", RUN, *arguments]) != 0
+    out, error = capsys.readouterr()
+    (line,) = [line for line in error.splitlines() if line.startswith("agentrl: error: ")]
+    assert "http://127.0.0.1:9/v1/: no server answers" in line and "avg@" not in out
 
 
 @pytest.mark.slow
