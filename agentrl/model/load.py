@@ -40,6 +40,7 @@ from agentrl.model.adapter_files import CONFIG_FILE
 from agentrl.model.lengths import fix_angles, longest_row
 from agentrl.model.logprobs import decoder_of, head_of, require_exact
 from agentrl.model.lora import base_of, is_adapter, merged
+from agentrl.model.tensors import set_dtype
 from agentrl.model.text.processor import Processor
 from agentrl.model.text.template import template_source
 from agentrl.model.towers import EXACT_FAMILIES, require_exact_images
@@ -404,8 +405,10 @@ def save_model(
     """
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    model.to(dtype=getattr(torch, dtype))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    set_dtype(model.config, getattr(torch, dtype))
     with _bars_for_downloads_only():
-        model.to(dtype=getattr(torch, dtype)).save_pretrained(partial)  # pyright: ignore
+        model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for name, text in getattr(model, "processor_files", {}).items():
         (partial / name).write_text(text, encoding="utf-8")

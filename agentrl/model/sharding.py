@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 
 from agentrl.model import context, logprobs, ranks
 from agentrl.model import load as models
+from agentrl.model.tensors import set_dtype
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -136,7 +137,7 @@ def shard(
             object.__setattr__(each, "computes_on", device)
             object.__setattr__(each, "row_context", context.current())
     if isinstance(module, PreTrainedModel):
-        module.config.dtype = dtype  # servers load the weights in this dtype
+        set_dtype(module.config, dtype)  # servers load the weights in it
         # FSDP gathers weights only for `forward` and for methods that are registered.
         method = types.MethodType(logprobs.logprobs_and_routing, module)
         object.__setattr__(module, "fsdp_logprobs", method)

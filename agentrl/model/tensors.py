@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl.model.adapter_files import adapter_tensors, has_adapter
@@ -27,6 +27,14 @@ def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     """Returns the dtype in which a sharded model computes; its own parameters are float32."""
     dtype: Any = model.config.dtype
     return dtype
+
+
+def set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Sets the dtype that a model's `config.json` states, also those of its text and its towers."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            set_dtype(part, dtype)
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

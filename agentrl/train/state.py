@@ -36,6 +36,7 @@ from agentrl.model.adapter_files import (
     adapter_tensors,
     has_adapter,
 )
+from agentrl.model.tensors import set_dtype
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -431,7 +432,7 @@ def _config_files(model: torch.nn.Module) -> dict[str, str]:
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
         first = next(model.parameters())
         if not isinstance(first, DTensor):  # a shard is a float32 master, whatever computes
-            config.dtype = first.dtype
+            set_dtype(config, first.dtype)
         files["config.json"] = config.to_json_string()
     if has_adapter(model):
         files[CONFIG_FILE] = adapter_config(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,16 @@ def test_a_saved_model_keeps_its_processor(folder: str, tmp_path: Path) -> None:
         assert ids.count(model.config.image_token_id) > 1
         assert {"pixel_values"} < set(pixels)
     assert "processor_config.json" in _config_files(model)
+
+
+def test_what_is_saved_states_the_dtype_of_its_tensors_in_every_part(
+    folder: str, tmp_path: Path
+) -> None:
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    save_model(model, load_tokenizer(folder), tmp_path / "saved", "bfloat16")
+    saved = (tmp_path / "saved/config.json").read_text()
+    for text in (saved, _config_files(model)["config.json"]):
+        assert set(re.findall(r'"dtype": "(\w+)"', text)) == {"bfloat16"}
 
 
 def test_a_row_that_was_read_back_is_trained_with_the_same_pixels_or_not_at_all(
