@@ -1,4 +1,4 @@
-"""Times gradings by the official command line and by agentrl, without and with control runs.
+"""Times gradings by the official command line and by agentrl, without and with withheld runs.
 
     python benchmarks/swe_grading.py --dataset DIR/dataset.jsonl [--workers 1 4 8] [--rounds 2]
 
@@ -11,10 +11,10 @@ Each line is an arm with medians over the rounds: seconds per grading (from the 
 creating the container to removing it), seconds of the whole call, gradings per hour, the ratio to
 the official command in the same round, and CPU seconds per grading. The gradings per hour of every
 round stand at the end of the line. CPU seconds include the command, the engine and all containers,
-and vary less with other work on the machine than the times do. A grading with its control runs
-counts once. The trials that control runs need once per instance and process are made for every copy
-in the arm `with control`. In the arm `in training`, one process grades each instance `--copies`
-times, as it does a group of rollouts, and makes the trials once per instance.
+and vary less with other work on the machine than the times do. A grading with its withheld run
+counts once. The two runs of a reference solution are made once per instance and process: for every
+copy in the arm `withheld`. In the arm `in training`, one process grades each instance `--copies`
+times, as it does a group of rollouts, and leaves out official runs that are not needed.
 """
 
 from __future__ import annotations
@@ -192,20 +192,21 @@ def _commands(
     return {
         "official": official,
         "agentrl": ours,
-        "with control": [*ours, "--audit"],
+        "withheld": [*ours, "--withhold"],
         "in training": training,
     }
 
 
 def grade_as_in_training(dataset: str, workers: str, copies: str) -> None:
-    """Grades every reference solution `copies` times in this process, with control runs.
+    """Grades every reference solution `copies` times in this process, with withheld runs.
 
     Raises:
         SystemExit: one was not rewarded.
     """
 
     async def grade_all() -> list[Verdict]:
-        options = {"policy": "official", "run_id": "bench", "timeout_s": 300, "audit": True}
+        options = {"policy": "official", "run_id": "bench", "timeout_s": 300, "withhold": True}
+        options |= {"official_run": "uncovered", "pay_uncovered": True}
         calls = (
             grade(each, each.patch, workers=int(workers), **options)
             for _ in range(int(copies))

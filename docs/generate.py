@@ -129,15 +129,16 @@ agentrl swebench doctor --dataset verified               # engine, disk, images,
 agentrl swebench pull --dataset verified --scrub         # images ahead of a run
 agentrl eval examples/swebench/eval.toml --inference.urls http://localhost:8000 --out results
 agentrl swebench eval --dataset verified --predictions results --out results    # or preds.jsonl
-agentrl swebench validate --dataset D.jsonl --audit --out valid.jsonl    # before training
+agentrl swebench validate --dataset D.jsonl --withhold --out valid.jsonl    # before training
 agentrl swebench export --dataset verified --out tasks   # as Harbor's tasks: harbor.md
 agentrl train examples/swebench/run.toml
 ```
 
-In training, the reward is the harness' verdict under the policy `strict`, confirmed by a control
-run in which a random part of the tests is altered. A patch that forges results passes an altered
-test or fails an unaltered one, and gets reward 0. `environments/swebench/README.md` explains how
-this works, which attacks were tried and which gaps are known.
+In training, the reward is the harness' verdict under the policy `strict`, confirmed by a withheld
+run: the tests report the values that they would compare, and these are compared outside of the
+container with the reference solution's. A patch that forges results does not have the right values,
+and gets reward 0. `environments/swebench/README.md` explains how this works, which attacks were
+tried and which gaps are known.
 
 ## Rows
 

@@ -18,7 +18,7 @@ from agentrl.model.text.calls import pythonic_calls
 from agentrl.runtime import MAX_ATTEMPTS, kill_group, parse_python, retry, signal_group, start_group
 from agentrl_math.calculator import calculate
 from agentrl_rewards.code import read_tests
-from agentrl_swebench.alter import python_tests
+from agentrl_rewards.withheld import withhold
 
 
 async def threshold() -> int:
@@ -194,7 +194,10 @@ def interrupted(times):
         (calculate, "17+25"),
         (lambda text: pythonic_calls(text, []), "[add(a=1, b=2)]"),
         (read_tests, "assert f(1) == 1"),
-        (lambda text: list(python_tests(text)), "def test_one():\n    assert True\n"),
+        (
+            lambda text: list(withhold(text, report_file="r").probes),
+            "def test():\n    assert f()\n",
+        ),
     ],
 )
 def test_a_parse_that_another_thread_interrupts_is_tried_again(read, text):

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Patches that try to tell the control run from the graded one, or to pass both by chance."""
+"""Patches that try to tell runs of the same tests apart, or to pass them by chance."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Patches that notice the control run and guess which forms of a test are altered, by chance or by
-the values in them; on instances that differ in the number of tests and of values."""
+"""Patches that notice a run with other tests and guess what a test expects, by chance or by the
+values in it; on instances that differ in the number of tests and of values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _one_test(body: str = _TOUCHING, helpers: str = "") -> Callable[[Instance], 
 
     def change(instance: Instance) -> Instance:
         before = {_TEST: before_text(instance, _TEST)}
-        patch = git_diff(before, {_TEST: text}, instance.test_patch)
+        patch = git_diff(before, {_TEST: text})
         old, new = instance.test_patch.strip("\n"), patch.strip("\n")
         assert old in instance.eval_script
         return dataclasses.replace(

@@ -3,8 +3,8 @@
     python benchmarks/swe_attacks/swe_attacks.py --dataset DIR/dataset.jsonl [--only NAME ...]
 
 Grades each patch on the fixture instances (`python benchmarks/swe_fixtures/build.py --out DIR`)
-under both policies. Prints a table with the official verdict, the result of the control run if that
-is `resolved`, the outcome under `strict`, and the reward.
+under both policies. Prints a table with the official verdict, the withheld values that are right,
+the outcome under `strict`, and the reward.
 
 With `--payoff --draws N`, grades each patch N times under `strict` and prints its mean reward
 beside one official verdict. An attack that relies on luck must earn less than 2% of an honest fix.
@@ -40,13 +40,13 @@ class Row:
 
     attack: Attack
     official: Verdict
-    """Has the control run's result among its flags if it is resolved."""
+    """Of the whole patch, with a withheld run."""
     strict: Verdict
 
     @property
     def as_expected(self) -> bool:
-        """True if an honest patch is rewarded, or an attack gets 0 or is masked by the audit. An
-        attack must never count as a failure of the infrastructure."""
+        """True if an honest patch is rewarded, or an attack gets 0 or is masked because no
+        value confirms it. An attack must never count as a failure of the infrastructure."""
         if self.attack.kind == "semantic":
             return self.strict.reward is not None
         if self.attack.kind == "attack":
@@ -54,35 +54,34 @@ class Row:
         # The harness fails a fix that prints its error code, and no policy may improve a verdict.
         if self.official.resolved is False:
             return self.strict.reward == 0.0
-        return self.strict.reward == 1.0
+        # Tests in other languages than Python have no withheld values.
+        return self.strict.reward == (None if "uncovered" in self.strict.flags else 1.0)
 
 
 async def grade_attack(attack: Attack, instance: Instance, *, run_id: str = "attacks") -> Row:
-    """Grades one patch under both policies, each with a control run."""
+    """Grades one patch under both policies, each with a withheld run."""
     instance = attack.change(instance)
     patch = attack.make_patch(instance)
     official = await grade(
-        instance, patch, policy="official", run_id=run_id, timeout_s=attack.timeout_s, audit=True
+        instance, patch, policy="official", run_id=run_id, timeout_s=attack.timeout_s, withhold=True
     )
     strict = await grade(
-        instance, patch, policy="strict", run_id=run_id, timeout_s=attack.timeout_s, audit=True
+        instance, patch, policy="strict", run_id=run_id, timeout_s=attack.timeout_s, withhold=True
     )
     return Row(attack, official, strict)
 
 
-HEAD = f"{'patch':28} {'kind':9} {'official':13} {'control':11} {'strict':13} {'reward':6} flags"
+HEAD = f"{'patch':28} {'kind':9} {'official':13} {'values':11} {'strict':13} {'reward':6} flags"
 
 
 def format_row(row: Row) -> str:
-    audits = ("honest", "tampered", "audit_inconclusive", "audit_unsupported")
-    control = next((flag for flag in row.official.flags if flag in audits), "-")
-    flags = [flag for flag in row.strict.flags if flag != "honest"]
-    flags += [note for note in row.strict.notes if note.startswith("audit: ")]
+    values = row.official.withheld.removesuffix(" values") or "-"
+    flags = [*row.strict.flags, *row.strict.notes]
     flags += [f"dropped {path}" for path, _ in row.strict.dropped]
     reward = "masked" if row.strict.reward is None else f"{row.strict.reward:.0f}"
     mark = "" if row.as_expected else "  UNEXPECTED"
     return (
-        f"{row.attack.name:28} {row.attack.kind:9} {row.official.outcome:13} {control:11} "
+        f"{row.attack.name:28} {row.attack.kind:9} {row.official.outcome:13} {values:11} "
         f"{row.strict.outcome:13} {reward:6} {'; '.join(flags)}{mark}"
     )
 
@@ -95,6 +94,7 @@ def _as_json(row: Row) -> dict:
             "reward": each.reward,
             "flags": list(each.flags),
             "notes": list(each.notes),
+            "withheld": each.withheld,
             "dropped": list(each.dropped),
             "seconds": round(each.seconds, 1),
         }
@@ -146,7 +146,13 @@ async def print_payoffs(
         )
         calls = (
             grade(
-                instance, patch, policy="strict", run_id="payoff", timeout_s=timeout_s, audit=True
+                instance,
+                patch,
+                policy="strict",
+                run_id="payoff",
+                timeout_s=timeout_s,
+                withhold=True,
+                official_run="uncovered",
             )
             for _ in range(draws)
         )

@@ -122,7 +122,7 @@ def evaluate(
     out: Path = Path(),
     run_id: str = "run",
     policy: Literal["official", "strict"] = "official",
-    audit: bool = False,
+    withhold: bool = False,
     limits: Limits = Limits(),
 ) -> int:
     """Grade predictions with the official harness.
@@ -137,8 +137,8 @@ def evaluate(
         out: Folder for reports and logs.
         run_id: Name of the run.
         policy: Grade all of a patch, or only its source.
-        audit: Check every resolved instance by control runs, which show forged results. The
-            official report does not change.
+        withhold: First run every patch on tests without their expected values, which shows forged
+            results. The official report does not change.
     """
     import asyncio
     from collections import Counter
@@ -146,7 +146,7 @@ def evaluate(
     from agentrl.env.container.engine import reap_abandoned
     from agentrl_swebench.dataset import load_predictions
     from agentrl_swebench.evaluate import evaluate as grade_all
-    from agentrl_swebench.grade import TAMPERED, UNAUDITED, Verdict
+    from agentrl_swebench.grade import UNCONFIRMED, WRONG_VALUES, Verdict
 
     checked = limits.read()
     instances = rows.load()
@@ -171,7 +171,7 @@ def evaluate(
                 dataset=rows.dataset,
                 split=rows.split,
                 policy=policy,
-                audit=audit,
+                withhold=withhold,
                 timeout_s=limits.timeout,
                 limits=checked,
                 workers=limits.max_workers,
@@ -179,20 +179,20 @@ def evaluate(
             )
         )
     void = [each for each in result.verdicts if each.outcome == "infrastructure"]
-    tampered = [each.instance_id for each in result.verdicts if TAMPERED in each.flags]
     num_resolved = sum(bool(each.resolved) for each in result.verdicts)
     print(f"resolved {num_resolved} of {len(instances)} instances, policy {policy}")
     if result.num_reused:
         print(f"{result.num_reused} verdicts come from an earlier call with this run id")
-    if audit:
-        shown = f": {', '.join(tampered)}" if tampered else ""
-        print(f"audit: {len(tampered)} of the {num_resolved} resolved forge their results{shown}")
-        for flag in sorted(UNAUDITED):
+    if withhold:
+        wrong = [e.instance_id for e in result.verdicts if e.resolved and WRONG_VALUES in e.flags]
+        shown = f": {', '.join(wrong)}" if wrong else ""
+        print(f"withheld: {len(wrong)} of the {num_resolved} resolved give wrong values{shown}")
+        for flag in sorted(UNCONFIRMED):
             ids = [each.instance_id for each in result.verdicts if flag in each.flags]
             if ids:
-                print(f"audit: {len(ids)} without a result, {flag}: {', '.join(ids)}")
+                print(f"withheld: {len(ids)} not confirmed, {flag}: {', '.join(ids)}")
     print(f"official report  {result.report}")
-    print(f"our report       {result.audit_report}")
+    print(f"our report       {result.our_report}")
     for each in void:
         print(f"{each.instance_id}: no verdict: {each.reason}", file=sys.stderr)
     return 1 if void else 0
@@ -203,8 +203,8 @@ def validate(
     *,
     rows: Rows,
     repeats: int = 3,
-    audit: bool = False,
-    keep_unaudited: bool = False,
+    withhold: bool = False,
+    keep_uncovered: bool = False,
     out: Path | None = None,
     limits: Limits = Limits(),
 ) -> int:
@@ -216,10 +216,10 @@ def validate(
 
     Args:
         repeats: Gradings of the reference solution.
-        audit: Also make control runs; an instance on which forged results would go unnoticed is not
-            valid.
-        keep_unaudited: With --audit, also keep instances that no control run can confirm. Training
-            on them rewards forged results (environment key pay_unaudited).
+        withhold: Also make a withheld run; an instance on which forged results would go unnoticed
+            is not valid.
+        keep_uncovered: With --withhold, also keep instances that no withheld value can confirm.
+            Training on them rewards forged results (environment key pay_uncovered).
         out: Write the valid rows to this file, such as valid.jsonl.
     """
     import asyncio
@@ -228,7 +228,7 @@ def validate(
     from agentrl_swebench.dataset import write_rows
     from agentrl_swebench.evaluate import Validation
     from agentrl_swebench.evaluate import validate as validate_all
-    from agentrl_swebench.grade import UNAUDITED
+    from agentrl_swebench.grade import UNCONFIRMED
 
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats} must be positive")
@@ -248,8 +248,8 @@ def validate(
                 instances,
                 run_id="validate",
                 repeats=repeats,
-                audit=audit,
-                keep_unaudited=keep_unaudited,
+                withhold=withhold,
+                keep_uncovered=keep_uncovered,
                 timeout_s=limits.timeout,
                 limits=checked,
                 workers=limits.max_workers,
@@ -261,14 +261,14 @@ def validate(
         valid_rows = [each.row() for each in instances if each.instance_id in valid]
         write_rows(out, valid_rows)
         print(f"{out}: {len(valid_rows)} rows")
-    if audit:
-        unaudited = [
+    if withhold:
+        uncovered = [
             each.instance_id
             for each in validations
-            if any(UNAUDITED & {*v.flags} for v in each.gold)
+            if any(UNCONFIRMED & {*v.flags} for v in each.gold)
         ]
-        shown = f": {', '.join(unaudited)}" if unaudited else ""
-        print(f"{len(unaudited)} of {len(instances)} instances could not be audited{shown}")
+        shown = f": {', '.join(uncovered)}" if uncovered else ""
+        print(f"{len(uncovered)} of {len(instances)} instances have no withheld value{shown}")
     slowest = max((each.slowest_s for each in validations if not each.reason), default=0.0)
     print(f"{len(valid)} of {len(instances)} instances are valid; the slowest took {slowest:.0f} s")
     return 0 if len(valid) == len(instances) else 1
@@ -387,7 +387,7 @@ def export(*, rows: Rows, out: Path, timeout: float = 1800.0) -> int:
     """Write instances as Harbor task folders.
 
     Each task has the row's image, the official evaluation script and grading as its tests, and the
-    reference solution as its solution. The verdict is the official one; there is no control run.
+    reference solution as its solution. The verdict is the official one; there is no withheld run.
 
     Args:
         out: Folder for the tasks.

@@ -3,8 +3,8 @@
 An episode starts a container of the instance's scrubbed image (`images.py`, `patch.py`), runs the
 agent's commands and ends with `submit`. The environment then extracts the change, ends the
 container, and has the official harness grade the change in a fresh one (`grade.py`). The verdict,
-which a control run can only lower, is the reward. A failure of the infrastructure is an error and
-never reward 0.
+which wrong values in a withheld run lower, is the reward. A failure of the infrastructure is an
+error and never reward 0.
 
 The agent sees the problem statement, its commands' output and the rules. The tests and the
 reference solution stay in this process.
@@ -82,12 +82,17 @@ class SWEBenchConfig(EnvConfig):
     grade: bool = True
     """If false, the episode ends without a verdict and with the change in its info, under
     `model_patch`, for predictions that are graded later."""
-    audit: bool = True
-    """Check each resolved grading by control runs. A forged verdict gets reward 0. If no control
-    run can be made, or two give no result, the episode has no reward and is masked."""
-    pay_unaudited: bool = False
-    """Reward episodes without a result of `audit` by the official verdict alone. A policy is then
-    paid for forged results as for a fix, and sooner or later it may learn to forge them."""
+    withhold: bool = True
+    """First run a change on tests without their expected values, and reward it only if it gives
+    the right ones. A change that forges results gets reward 0. If no test to fix has a value that
+    can be withheld, a resolved episode has no reward and is masked."""
+    official_run: Literal["always", "uncovered"] = "always"
+    """When the official run is made, if `withhold` is set. `uncovered`, for training, leaves it
+    out where the withheld run judges every required test or finds a wrong value."""
+    pay_uncovered: bool = False
+    """Reward resolved episodes that no withheld value confirms by the official verdict alone. A
+    policy is then paid for forged results as for a fix, and sooner or later it may learn to forge
+    them."""
     grade_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that an instance's tests may take."""
     grading_workers: int | None = Field(default=None, ge=1)
@@ -142,7 +147,7 @@ class SWEBenchEnvironment(Environment):
     Config = SWEBenchConfig
     # A reset may have to pull and scrub an image first.
     reset_timeout_s = 1800.0
-    # A grading may wait for a free worker, take two attempts and several control runs.
+    # A grading may wait for a free worker, take two attempts and withheld runs.
     step_timeout_s = 7200.0
 
     @classmethod
@@ -393,8 +398,9 @@ class SWEBenchEnvironment(Environment):
             policy=config.policy,
             run_id=self._run_id,
             timeout_s=config.grade_timeout_s,
-            audit=config.audit,
-            pay_unaudited=config.pay_unaudited,
+            withhold=config.withhold,
+            official_run=config.official_run,
+            pay_uncovered=config.pay_uncovered,
             workers=config.grading_workers,
         )
         if verdict.image_id and verdict.image_id != self._image.source_id:
@@ -417,6 +423,7 @@ def _verdict_info(verdict: Verdict, extracted: Extracted) -> dict[str, JSON]:
         "resolved": verdict.resolved,
         "policy": verdict.policy,
         "verdict_flags": list(verdict.flags),
+        "withheld": verdict.withheld,
         "dropped": [list(pair) for pair in verdict.dropped],
         "notes": list(verdict.notes),
         "attempts": verdict.attempts,

@@ -1,8 +1,8 @@
 """Evaluates predictions and writes the official report, unchanged, and our report beside it.
 
 `agentrl_swebench.grade` grades every prediction; the harness then makes the official report from
-its own logs. Our report has what the official one lacks: control runs, files that the policy left
-out, failures of the infrastructure, and images.
+its own logs. Our report has what the official one lacks: withheld values, files that the policy
+left out, failures of the infrastructure, and images.
 
     DIR/MODEL.RUN.json                  the official report
     DIR/MODEL.RUN.agentrl.json          our report
@@ -29,8 +29,9 @@ from agentrl.errors import ConfigError, DataError, EnvError
 from agentrl_swebench.dataset import Instance, Prediction, write_rows, write_text
 from agentrl_swebench.grade import (
     HARNESS_VERSION,
-    TAMPERED,
-    UNAUDITED,
+    PARTLY_COVERED,
+    UNCONFIRMED,
+    WRONG_VALUES,
     GradingLimits,
     Verdict,
     grade,
@@ -40,7 +41,7 @@ from agentrl_swebench.policy import POLICY_VERSIONS, Policy
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _REPORT_TIMEOUT_S = 600.0
 
 
@@ -50,7 +51,7 @@ class Evaluation:
     """Verdicts in the order of the predictions."""
     report: Path
     """Path of the official report."""
-    audit_report: Path
+    our_report: Path
     num_reused: int
     """Number of verdicts that an earlier, interrupted call with this run id left."""
 
@@ -64,7 +65,7 @@ async def evaluate(
     dataset: str,
     split: str = "test",
     policy: Policy = "official",
-    audit: bool = False,
+    withhold: bool = False,
     timeout_s: float = 1800.0,
     limits: GradingLimits | None = None,
     workers: int | None = None,
@@ -104,7 +105,7 @@ async def evaluate(
     async def one(prediction: Prediction) -> Verdict:
         nonlocal reused
         instance = by_id[prediction.instance_id]
-        settings = [POLICY_VERSIONS[policy], audit, timeout_s, dataclasses.asdict(limits)]
+        settings = [POLICY_VERSIONS[policy], withhold, timeout_s, dataclasses.asdict(limits)]
         content = json.dumps([instance.row(), prediction.row(), settings, HARNESS_VERSION])
         digest = hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
         path = state / f"{instance.instance_id}.json"
@@ -119,7 +120,7 @@ async def evaluate(
                     policy=policy,
                     run_id=run_id,
                     timeout_s=timeout_s,
-                    audit=audit,
+                    withhold=withhold,
                     limits=limits,
                     workers=workers,
                     model_name=model,
@@ -146,10 +147,10 @@ async def evaluate(
         },
         out,
     )
-    audit_report = out / f"{name}.agentrl.json"
-    ours = make_report(verdicts, run_id=run_id, model=model, policy=policy, audit=audit)
-    _write(audit_report, ours | {"limits": dataclasses.asdict(limits), "timeout_s": timeout_s})
-    return Evaluation(verdicts, report, audit_report, reused)
+    our_report = out / f"{name}.agentrl.json"
+    ours = make_report(verdicts, run_id=run_id, model=model, policy=policy, withhold=withhold)
+    _write(our_report, ours | {"limits": dataclasses.asdict(limits), "timeout_s": timeout_s})
+    return Evaluation(verdicts, report, our_report, reused)
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -169,12 +170,12 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def make_report(
-    verdicts: Sequence[Verdict], *, run_id: str, model: str, policy: Policy, audit: bool
+    verdicts: Sequence[Verdict], *, run_id: str, model: str, policy: Policy, withhold: bool
 ) -> dict[str, Any]:
     """Returns our report as JSON values. Its `resolved_ids` are those of the official report."""
     flagged = {
         flag: sorted(each.instance_id for each in verdicts if flag in each.flags)
-        for flag in (TAMPERED, "audit_inconclusive", "audit_unsupported", "grade_timeout")
+        for flag in (WRONG_VALUES, PARTLY_COVERED, *sorted(UNCONFIRMED), "grade_timeout")
     }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -182,7 +183,7 @@ def make_report(
         "run_id": run_id,
         "model_name_or_path": model,
         "policy": POLICY_VERSIONS[policy],
-        "audit": audit,
+        "withhold": withhold,
         "outcomes": dict(sorted(Counter(each.outcome for each in verdicts).items())),
         "resolved_ids": sorted(each.instance_id for each in verdicts if each.resolved),
         "rewarded_ids": sorted(each.instance_id for each in verdicts if each.reward),
@@ -197,6 +198,7 @@ def make_report(
                 "resolved": each.resolved,
                 "reward": each.reward,
                 "flags": list(each.flags),
+                "withheld": each.withheld,
                 "notes": list(each.notes),
                 "dropped": [list(pair) for pair in each.dropped],
                 "image_id": each.image_id,
@@ -264,7 +266,7 @@ class Validation:
     gold: tuple[Verdict, ...]
     empty: Verdict
     """Verdict on the tests without any patch."""
-    keeps_unaudited: bool = False
+    keeps_uncovered: bool = False
 
     @property
     def reason(self) -> str:
@@ -278,11 +280,11 @@ class Validation:
         if self.empty.resolved:
             return "it is resolved without a patch"
         for verdict in self.gold:
-            why = "".join(note for note in verdict.notes if note.startswith("audit: "))
+            why = "".join(note for note in verdict.notes if note.startswith("withheld: "))
             if verdict.reward == 0.0:
-                return f"the control run takes the reference solution for a forgery ({why})"
-            if verdict.reward is None and not self.keeps_unaudited:
-                flag = sorted(UNAUDITED & {*verdict.flags})[0]
+                return f"the reference solution's values differ between runs ({why})"
+            if verdict.reward is None and not self.keeps_uncovered:
+                flag = sorted(UNCONFIRMED & {*verdict.flags})[0]
                 return f"{flag}: forged results would not be noticed ({why})"
         return ""
 
@@ -296,8 +298,8 @@ async def validate(
     *,
     run_id: str,
     repeats: int = 3,
-    audit: bool = False,
-    keep_unaudited: bool = False,
+    withhold: bool = False,
+    keep_uncovered: bool = False,
     timeout_s: float = 1800.0,
     limits: GradingLimits | None = None,
     workers: int | None = None,
@@ -306,13 +308,15 @@ async def validate(
     """Grades each instance's reference solution `repeats` times and no patch once.
 
     Args:
-        audit: an instance is valid only if a control run finds its reference solution honest.
-        keep_unaudited: with `audit`, an instance that no control run confirms is valid, too.
+        withhold: an instance is valid only if withheld values confirm its reference solution.
+        keep_uncovered: with `withhold`, an instance without such values is valid, too.
     """
 
     gate = asyncio.Semaphore(workers or num_cores())
 
-    async def graded(instance: Instance, patch: str, *, audit: bool, skip_patch: bool) -> Verdict:
+    async def graded(
+        instance: Instance, patch: str, *, withhold: bool, skip_patch: bool
+    ) -> Verdict:
         async with gate:
             return await grade(
                 instance,
@@ -322,18 +326,18 @@ async def validate(
                 timeout_s=timeout_s,
                 limits=limits,
                 workers=workers,
-                audit=audit,
+                withhold=withhold,
                 skip_patch=skip_patch,
             )
 
     async def one(instance: Instance) -> Validation:
         golds = [
-            # One control run shows whether the instance can be audited.
-            graded(instance, instance.patch, audit=audit and number == 0, skip_patch=False)
+            # One withheld run shows whether the instance has values to withhold.
+            graded(instance, instance.patch, withhold=withhold and number == 0, skip_patch=False)
             for number in range(repeats)
         ]
-        *gold, empty = await _all([*golds, graded(instance, "", audit=False, skip_patch=True)])
-        validation = Validation(instance.instance_id, tuple(gold), empty, keep_unaudited)
+        *gold, empty = await _all([*golds, graded(instance, "", withhold=False, skip_patch=True)])
+        validation = Validation(instance.instance_id, tuple(gold), empty, keep_uncovered)
         progress(validation)
         return validation
 

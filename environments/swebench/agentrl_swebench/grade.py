@@ -19,7 +19,10 @@ is read from the engine's events and the harness' exceptions, not from logs, bec
 write to the logs.
 
 `resolved` is the official verdict on the graded patch and nothing else. `reward` is never higher:
-it is 0 if the audit found the verdict forged, and None if the audit came to no result.
+it is 0 if a withheld run (`withheld_run`) reports a wrong value, and None if there is no such run.
+
+If the caller allows it, a withheld run that judges every required test stands for the official run:
+`resolved` is then its verdict, and there is no official report (flag `no_official_run`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ import dataclasses
 import functools
 import importlib.util
 import os
-import random
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -40,21 +42,27 @@ from typing import Any, Literal
 from agentrl.env.container.engine import Engine, EngineError
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 from agentrl_swebench import images
-from agentrl_swebench.audit import FIRST_SHARE, Audit, Auditor
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.evidence import Evidence
-from agentrl_swebench.harness import GradingLimits, run_harness
+from agentrl_swebench.harness import Evidence, GradingLimits, run_harness
 from agentrl_swebench.policy import POLICY_VERSIONS, Policy, Submission, make_submission
+from agentrl_swebench.withheld_run import Withheld, prepare
 
 Outcome = Literal["resolved", "unresolved", "patch_failed", "empty", "refused", "infrastructure"]
 
 HARNESS_VERSION = "5.0.2"
 
-TAMPERED = "tampered"
-"""Flag of a resolved grading whose results are forged, as the control runs or the run itself
-show (`audit`)."""
-UNAUDITED = frozenset({"audit_inconclusive", "audit_unsupported"})
-"""Flags of a resolved grading that no control run confirmed."""
+WRONG_VALUES = "wrong_values"
+"""Flag of a grading in which a withheld value is not the reference solution's."""
+UNCONFIRMED = frozenset({"uncovered", "withheld_inconclusive"})
+"""Flags of a grading whose verdict no withheld value confirms: no test to fix has one, or the
+infrastructure failed."""
+PARTLY_COVERED = "partly_covered"
+"""Flag of a grading in which some tests to fix have no withheld value, so that the official verdict
+alone judges them."""
+NO_OFFICIAL_RUN = "no_official_run"
+OfficialRun = Literal["always", "uncovered"]
+"""When the official run is made: always, or only if the withheld run does not judge every required
+test. The withheld run comes first and also ends a grading that it finds wrong."""
 
 BACK_OFF_S = (3.0, 15.0, 60.0, 120.0)
 """Pauses in seconds before each retry after a failure of the infrastructure; an engine may be
@@ -81,7 +89,7 @@ class Verdict:
     report: dict
     """The official report by instance id; {} if the harness made none."""
     seconds: float
-    """Seconds of the harness' runs, with retries and control runs, without waiting for a worker."""
+    """Seconds of the harness' runs of the patch, with retries, without waiting for a worker."""
     flags: tuple[str, ...]
     policy: str = ""
     """Name and version of the policy."""
@@ -89,20 +97,22 @@ class Verdict:
     dropped: tuple[tuple[str, str], ...] = ()
     """Files that the policy left out of the patch, each with the reason."""
     notes: tuple[str, ...] = ()
-    """Lines of the patch that a reviewer should see, and the reason of the audit's flag. They do
+    """What a reviewer should see, such as the tests whose values are wrong or not withheld. They do
     not affect the reward."""
     image_id: str = ""
     attempts: int = 0
-    pays_unaudited: bool = False
+    pays_uncovered: bool = False
+    withheld: str = ""
+    """How many withheld values are right, such as `7 of 9 values`; "" without a withheld run."""
 
     @property
     def reward(self) -> float | None:
         """1.0, 0.0, or None, in which case the rollout is to be masked."""
         if self.resolved is None:
             return None
-        if self.resolved and not self.pays_unaudited and UNAUDITED & set(self.flags):
+        if self.resolved and not self.pays_uncovered and UNCONFIRMED & set(self.flags):
             return None
-        return float(self.resolved and TAMPERED not in self.flags)
+        return float(self.resolved and WRONG_VALUES not in self.flags)
 
 
 class _Slots:
@@ -148,8 +158,9 @@ async def grade(
     policy: Policy,
     run_id: str,
     timeout_s: float,
-    audit: bool = False,
-    pay_unaudited: bool = False,
+    withhold: bool = False,
+    official_run: OfficialRun = "always",
+    pay_uncovered: bool = False,
     limits: GradingLimits | None = None,
     workers: int | None = None,
     model_name: str = "agentrl",
@@ -164,10 +175,12 @@ async def grade(
         run_id: label of the containers. It need not be unique: every run of the harness gets an id
             of its own.
         timeout_s: limit on the tests, in seconds.
-        policy: under `strict`, and for control runs, the image's history is scrubbed as it is for
+        policy: under `strict`, and for withheld runs, the image's history is scrubbed as it is for
             agents, so that a patch cannot fetch the fix from it.
-        audit: check a resolved run by control runs (`agentrl_swebench.audit`).
-        pay_unaudited: also reward a resolved run that no control run could confirm. A patch that
+        withhold: first run the patch on tests without expected values (`withheld_run`), and reward
+            it only if it gives the right ones.
+        official_run: when the official run is made if `withhold` is set.
+        pay_uncovered: also reward a resolved run that no withheld value confirms. A patch that
             forges results is then paid.
         skip_patch: run the tests without any patch; `model_patch` is ignored.
         logs: folder that receives the harness' log folder of the last attempt.
@@ -199,64 +212,105 @@ async def grade(
     if not submission.patch and not skip_patch:
         return base
 
-    async def run(of: Instance, patch: str) -> Evidence:
-        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True}
-        return (await _settled(of, patch, limits, workers, **options)).evidence
-
     safe, source_id = instance, ""
-    audited: tuple[Audit, str] | None = None
-    if policy == "strict" or audit:
+    problem = ""
+    if policy == "strict" or withhold:
         try:
             safe, source_id = await _without_history(instance)
         except EnvError as error:
-            audited = "audit_inconclusive", str(error)
+            problem = str(error)
             if policy == "strict":
                 return dataclasses.replace(
                     base, resolved=None, outcome="infrastructure", reason=f"image: {error}"
                 )
-    auditor = Auditor(safe, submission.patch, run, run_id)
-    if audit and not audited and random.random() < FIRST_SHARE:
-        try:
-            await auditor.run_first()
-        except EnvError as error:
-            audited = "audit_inconclusive", str(error)
-    settled = await _settled(
-        safe if policy == "strict" else instance,
-        submission.patch,
-        limits,
-        workers,
-        run_id=run_id,
-        timeout_s=timeout_s,
-        model_name=model_name,
-        skip_patch=skip_patch,
-        look=audit,
-        logs=logs,
-    )
-    evidence, judgement = settled.evidence, settled.judgement
-    flags = [f"retried: {reason}" for reason in settled.retried] + [*judgement.flags]
-    seconds, notes = settled.seconds, ()
-    if audit and judgement.outcome == "resolved":
-        try:
-            flag, why = audited or await auditor.result(evidence)
-        except EnvError as error:
-            flag, why = "audit_inconclusive", str(error)
-        flags.append(flag)
-        notes = (f"audit: {why}",) if why else ()
-    seconds += auditor.seconds
+    options: dict[str, Any] = {"run_id": run_id, "timeout_s": timeout_s}
+    confirmed = _Confirmed(flags=("withheld_inconclusive",), note=problem)
+    if withhold and not problem:
+        confirmed = await _confirm(safe, submission.patch, limits, workers, options)
+    flags = list(confirmed.flags) if withhold else []
+    notes = (f"withheld: {confirmed.note}",) if withhold and confirmed.note else ()
+    settled = confirmed.settled if official_run == "uncovered" else None
+    if settled is None:
+        settled = await _settled(
+            safe if policy == "strict" else instance,
+            submission.patch,
+            limits,
+            workers,
+            **options,
+            model_name=model_name,
+            skip_patch=skip_patch,
+            logs=logs,
+        )
+        official, seconds = settled.evidence.report or {}, confirmed.seconds + settled.seconds
+    else:
+        official, seconds = {}, confirmed.seconds
+        flags.append(NO_OFFICIAL_RUN)
+    judgement = settled.judgement
     infrastructure = judgement.outcome == "infrastructure"
     return dataclasses.replace(
         base,
         resolved=None if infrastructure else judgement.outcome == "resolved",
         outcome=judgement.outcome,
         reason=judgement.reason,
-        report=evidence.report or {},
+        report=official,
         seconds=seconds,
-        flags=tuple(flags),
+        flags=(*(f"retried: {reason}" for reason in settled.retried), *judgement.flags, *flags),
         notes=notes,
-        image_id=source_id or evidence.image_id,
+        image_id=source_id or settled.evidence.image_id,
         attempts=len(settled.retried) + 1,
-        pays_unaudited=pay_unaudited,
+        pays_uncovered=pay_uncovered,
+        withheld=confirmed.figure,
     )
+
+
+@dataclass(slots=True, frozen=True)
+class _Confirmed:
+    """The result of a withheld run."""
+
+    flags: tuple[str, ...] = ()
+    note: str = ""
+    figure: str = ""
+    seconds: float = 0.0
+    settled: _Settled | None = None
+    """Set if no official run is needed: the run judges every required test, or a value is wrong."""
+
+
+async def _confirm(
+    instance: Instance, patch: str, limits: GradingLimits, workers: int, options: dict[str, Any]
+) -> _Confirmed:
+    """Runs a patch on tests without expected values and compares what they report."""
+
+    async def run(of: Instance, patch: str, mark: str) -> Evidence:
+        return (await _settled(of, patch, limits, workers, **options, mark=mark)).evidence
+
+    try:
+        withheld: Withheld = await prepare(instance, run, options["run_id"])
+    except EnvError as error:
+        return _Confirmed(("withheld_inconclusive",), str(error))
+    if not withheld.covers:
+        return _Confirmed(("uncovered",), "no test to fix has a value that cannot be guessed")
+    settled = await _settled(
+        withheld.instance, patch, limits, workers, **options, mark=withheld.mark
+    )
+    judgement, seconds = settled.judgement, settled.seconds
+    if judgement.outcome == "infrastructure":
+        return _Confirmed(("withheld_inconclusive",), judgement.reason, seconds=seconds)
+    compared, passes = withheld.judge(settled.evidence)
+    flags: tuple[str, ...] = (PARTLY_COVERED,) if withheld.uncovered else ()
+    note = f"not covered: {', '.join(withheld.uncovered)}" if withheld.uncovered else ""
+    if compared.wrong:
+        names = ", ".join(filter(None, (".".join(filter(None, each)) for each in compared.wrong)))
+        flags, note = (*flags, WRONG_VALUES), f"wrong in {names}"
+        if judgement.outcome == "resolved":
+            judgement = Judgement("unresolved", f"{compared} are right", flags=judgement.flags)
+        settled = dataclasses.replace(settled, judgement=judgement)
+    elif not withheld.suffices:
+        return _Confirmed(flags, note, str(compared), seconds)
+    else:
+        reason = "all withheld values are right" if passes else "a required test does not pass"
+        judgement = Judgement("resolved" if passes else "unresolved", reason)
+        settled = dataclasses.replace(settled, judgement=judgement)
+    return _Confirmed(flags, note, str(compared), seconds, settled)
 
 
 @functools.cache

@@ -116,7 +116,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         RUN_EVALUATION_LOG_DIR,
         START_TEST_OUTPUT,
     )
-    from swebench.harness.grading import get_eval_report, get_logs_eval
+    from swebench.harness.grading import get_logs_eval
     from swebench.harness.utils import make_test_spec
 
     from agentrl.errors import AgentRLError
@@ -133,8 +133,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "report": None,
         "statuses": {},
         "complete": False,
-        "num_marks": (1, 1),
-        "changed": (),
+        "reports": (),
         "error_kind": "",
         "error": "",
         "container_end": "",
@@ -155,16 +154,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return result | {"error_kind": "engine", "error": str(error)}
     output = log_dir / LOG_TEST_OUTPUT
 
-    def worth_a_look() -> bool:
-        # The harness makes the same report from the same log a moment later. There is no log yet
-        # when it stops tests that took too long.
-        return (
-            request["look"]
-            and output.is_file()
-            and get_eval_report(spec, prediction, output, True)[row["instance_id"]]["resolved"]
-        )
-
-    watch = Watch(worth_a_look)
+    watch = Watch()
     guarded = GuardedClient(client, request["container"], watch)
     errors = _ErrorWatch()
     logging.getLogger(f"{row['instance_id']}.run_instance.log").addHandler(errors)
@@ -189,11 +179,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     result["container_end"], result["out_of_memory"] = watch.end(_EVENTS_WAIT_S)
     result["least_free_bytes"] = disk.least()
     result["image_id"] = watch.image_id
-    result["changed"] = None if watch.changed is None else sorted(watch.changed)
     if output.is_file():
         text = output.read_text(errors="replace")
-        result["num_marks"] = text.count(START_TEST_OUTPUT), text.count(END_TEST_OUTPUT)
-        result["complete"] = min(result["num_marks"]) > 0
+        result["complete"] = START_TEST_OUTPUT in text and END_TEST_OUTPUT in text
+        mark = f"{request['mark']} "
+        if mark != " ":
+            lines = text.split("\n")
+            result["reports"] = [each[len(mark) :] for each in lines if each.startswith(mark)]
         if returned is not None:
             result["statuses"], _ = get_logs_eval(spec, str(output))
     return result

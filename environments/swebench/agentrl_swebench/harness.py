@@ -21,14 +21,14 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.env.container.engine import connect, labels, reap
 from agentrl.errors import EnvError
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.evidence import Evidence
 from agentrl_swebench.grade_worker import (
     FOLDER_PREFIX,
     GRADING_LABEL,
@@ -63,6 +63,32 @@ class GradingLimits:
     """If the engine's disk ever has less free space, a verdict other than `resolved` is void."""
 
 
+@dataclass(slots=True, frozen=True)
+class Evidence:
+    """The evidence of one run of the harness, on which a grading is judged."""
+
+    ended: Literal["done", "wall_limit", "crashed"]
+    """End of the worker: it gave a result, was killed for taking too long, or ended without a
+    result."""
+    report: dict[str, dict] | None = None
+    """The official report by instance id; None if the harness made none."""
+    statuses: dict[str, str] = field(default_factory=dict)
+    """Status by test, for every test that the official parser found in the log."""
+    complete: bool = False
+    """True if the log has the marks of the tests' start and end."""
+    reports: Sequence[str] = ()
+    """Lines of the log with the mark that was asked for, without it."""
+    error_kind: str = ""
+    error: str = ""
+    container_end: str = ""
+    out_of_memory: bool = False
+    least_free_bytes: int | None = None
+    image_id: str = ""
+    log_dir: str = ""
+    """The harness' log folder, relative to the worker's folder."""
+    seconds: float = 0.0
+
+
 async def run_harness(
     instance: Instance,
     patch: str,
@@ -72,7 +98,7 @@ async def run_harness(
     limits: GradingLimits,
     model_name: str = "agentrl",
     skip_patch: bool = False,
-    look: bool = False,
+    mark: str = "",
     logs: Path | None = None,
 ) -> Evidence:
     """Runs the official `run_instance` once, in its own process and folder and under its own run
@@ -83,7 +109,7 @@ async def run_harness(
     Args:
         run_id: label of the container; need not be unique.
         timeout_s: limit on the tests, in seconds, rounded to whole seconds.
-        look: list, for a resolved run, which files that decide how tests run were changed.
+        mark: return the lines of the tests' log that begin with this word.
         logs: folder that receives the harness' log folder.
     """
     # If two runs had one id, the second would kill the first's container and find its report.
@@ -107,7 +133,7 @@ async def run_harness(
         "grading": grading,
         "timeout_s": max(1, round(timeout_s)),
         "skip_patch": skip_patch,
-        "look": look,
+        "mark": mark,
         "container": {"arguments": options, "sys_admin": limits.sys_admin},
         "worker_memory_bytes": limits.worker_memory_bytes,
         # This process's variables may have changed since the host started.

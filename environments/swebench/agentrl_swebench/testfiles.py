@@ -20,7 +20,7 @@ from agentrl_swebench.containers import (
     script_container,
 )
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.diff import PatchFormatError, parse_patch
+from agentrl_swebench.diff import parse_patch
 
 _WAIT_S = 120
 _START_MARK = ">>>>> Start Test Output"
@@ -89,78 +89,66 @@ def _read(container: Any, paths: list[str]) -> dict[str, str]:
     return texts
 
 
-def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -> str | None:
-    """Returns the evaluation script with other texts of test files. If the script holds the hidden
-    tests as a patch, that patch is rewritten as git would write it, so that the script keeps its
-    form. Returns None if the script has no start mark before which to put the texts."""
+def script_with(instance: Instance, files: TestFiles, texts: dict[str, str]) -> str | None:
+    """Returns the evaluation script with other texts of the hidden tests' files, so that the
+    original texts are nowhere in it; None if the script brings the tests in a way that is not
+    known."""
     patch = instance.test_patch.strip("\n")
-    if patch and patch in instance.eval_script:
-        try:
-            sections = parse_patch(instance.test_patch)
-        except PatchFormatError:
-            sections = []
-        if sections:
-            new = {
-                each.paths[-1]: each
-                for each in parse_patch(git_diff(files.before, files.after | altered, patch))
-            }
-            parts = [
-                new.pop(each.paths[-1], each).text
-                if set(each.paths) & altered.keys()
-                else each.text
-                for each in sections
-            ]
-            parts += [new[path].text for path in altered if path in new]
-            return instance.eval_script.replace(patch, "".join(parts).strip("\n"), 1)
+    sections = parse_patch(instance.test_patch) if patch else []
+    others = [each.text for each in sections if not {*each.paths} & texts.keys()]
+    names = texts.keys() | {
+        path for each in sections if {*each.paths} & texts.keys() for path in each.paths
+    }
+    before, after = (
+        {path: text for path, text in each.items() if path in names}
+        for each in (files.before, files.after | texts)
+    )
+    new_patch = ("".join(others) + git_diff(before, after)).strip("\n")
+    if patch:
+        whole = patch in instance.eval_script
+        return instance.eval_script.replace(patch, new_patch) if whole else None
     lines = instance.eval_script.split("\n")
     at = next((k for k, line in enumerate(lines) if _START_MARK in line), None)
     if at is None:
         return None
-    new_patch = git_diff(files.after, files.after | altered)
-    apply = ["git apply -v - <<'EOF_114329324912'", new_patch.rstrip("\n"), "EOF_114329324912"]
+    apply = ["git apply -v - <<'EOF_114329324912'", new_patch, "EOF_114329324912"]
     return "\n".join([*lines[:at], *apply, *lines[at:]])
 
 
-def git_diff(before: dict[str, str], after: dict[str, str], like: str = "") -> str:
-    """Returns the patch that git writes for a change of files. Object names are as long, and files
-    have the same modes, as in the patch `like`.
+def git_diff(before: dict[str, str], after: dict[str, str]) -> str:
+    """Returns the patch that git writes for a change of files.
 
     Raises:
         EnvError: git is missing or failed.
     """
-    index = re.search(r"^index [0-9a-f]+\.\.([0-9a-f]+)", like, re.MULTILINE)
-    programs = {
-        each.paths[-1] for each in parse_patch(like) if "100755" in each.text.partition("@@")[0]
-    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def git(*arguments: str) -> str:
-            settings = ["-c", f"core.abbrev={len(index.group(1)) if index else 7}"]
             environment = {"PATH": os.environ.get("PATH", ""), "HOME": name, "LC_ALL": "C"}
             try:
                 done = subprocess.run(
-                    ["git", *settings, *arguments],
+                    ["git", *arguments],
                     cwd=folder,
                     env=environment | {"GIT_CONFIG_NOSYSTEM": "1"},
                     capture_output=True,
                     check=True,
                 )
             except (OSError, subprocess.CalledProcessError) as error:
-                raise EnvError(f"git could not write the altered tests: {error}") from error
+                raise EnvError(f"git could not write the tests: {error}") from error
             return done.stdout.decode()
 
         git("init", "-q")
+        trees = []
         for state in (before, after):
             for path in {*before, *after}:
                 file = folder / path
                 if path in state:
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_bytes(state[path].encode())
-                    file.chmod(0o755 if path in programs else 0o644)
                 else:
                     file.unlink(missing_ok=True)
-            if state is before:
-                git("add", "-A", "-f")
-        git("add", "-A", "-f", "-N")
-        return git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "-M")
+            git("add", "-A", "-f")
+            trees.append(git("write-tree").strip())
+        options = ["--no-ext-diff", "--no-textconv", "--no-color", "--no-renames"]
+        return git("diff", *options, *trees)

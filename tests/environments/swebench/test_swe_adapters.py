@@ -151,7 +151,7 @@ def derive(source, out):
 @pytest.mark.parametrize(
     "name", ["swe_gym", "swe_rebench", "swe_rebench_v2", "swe_synth", "swe_bench_live"]
 )
-def test_converted_rows_are_graded_and_audited(engine, fixture_instances, name):
+def test_converted_rows_are_graded_and_confirmed(engine, fixture_instances, name):
     spans = fixture_instances["agentrl__spans-1"]
     columns = ("base_commit", "patch", "test_patch")
     common = COMMON | {each: getattr(spans, each) for each in columns}
@@ -161,14 +161,16 @@ def test_converted_rows_are_graded_and_audited(engine, fixture_instances, name):
     image.tag(*instance.image.rsplit(":", 1))
     try:
         gold = asyncio.run(
-            grade(instance, instance.patch, policy="strict", run_id="t", timeout_s=120, audit=True)
+            grade(
+                instance, instance.patch, policy="strict", run_id="t", timeout_s=120, withhold=True
+            )
         )
         empty = asyncio.run(
             grade(instance, "", policy="official", run_id="t", timeout_s=120, skip_patch=True)
         )
     finally:
         engine.images.remove(instance.image)
-    assert (gold.reward, gold.flags) == (1.0, ("honest",)), gold
+    assert (gold.reward, gold.flags) == (1.0, ()), gold
     assert empty.reward == 0.0
 
 
@@ -221,9 +223,11 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
         )
         assert shown.decode().split() == ["1"]
         gold = asyncio.run(
-            grade(instance, instance.patch, policy="strict", run_id="t", timeout_s=120, audit=True)
+            grade(
+                instance, instance.patch, policy="strict", run_id="t", timeout_s=120, withhold=True
+            )
         )
-        assert (gold.reward, gold.flags) == (1.0, ("honest",)), gold
+        assert (gold.reward, gold.flags) == (1.0, ()), gold
     finally:
         for each in {"agentrl/test-smith:1", *(i.image for i in load_instances(out))}:
             engine.images.remove(each, force=True)
@@ -258,9 +262,11 @@ def test_a_repository_elsewhere_in_the_image_is_moved(engine, fixture_instances,
         assert derive(source, out) == 0
         (instance,) = load_instances(out)
         gold = asyncio.run(
-            grade(instance, instance.patch, policy="strict", run_id="t", timeout_s=120, audit=True)
+            grade(
+                instance, instance.patch, policy="strict", run_id="t", timeout_s=120, withhold=True
+            )
         )
-        assert (gold.reward, gold.flags) == (1.0, ("honest",)), gold
+        assert (gold.reward, gold.flags) == (1.0, ()), gold
     finally:
         for each in {"agentrl/test-v2:1", *(i.image for i in load_instances(out))}:
             engine.images.remove(each, force=True)

@@ -133,7 +133,7 @@ def test_the_edit_tool(fixture_dir):
             call("submit"),
         ],
         edit_tool=True,
-        audit=False,
+        withhold=False,
     )
     texts = [shown(result) for result in results[:-1]]
     assert texts[0].startswith("Replaced it") and texts[1].startswith("Replaced it")
@@ -190,7 +190,7 @@ def test_cheats_fail(fixture_dir, engine, cheat):
 
 def test_work_is_submitted_as_it_stands_after_the_last_turn(fixture_dir):
     for options in ({"max_turns": 2}, {"last_is_last": True}):
-        _, results = play(fixture_dir, SPANS, [bash("true"), bash(FIX)], audit=False, **options)
+        _, results = play(fixture_dir, SPANS, [bash("true"), bash(FIX)], withhold=False, **options)
         assert not results[0].truncated
         assert results[1].truncated and not results[1].terminated
         assert results[1].reward == 1.0

@@ -50,7 +50,7 @@ def test_the_example_acts_and_is_graded(fixture_dir, engine, tmp_path):
     trajectories = [each for _, each in read_trajectories(tmp_path / "run")]
     assert {each.task_id for each in trajectories} == {"agentrl__gauge-1", "agentrl__spans-1"}
     for each in trajectories:
-        paid = each.info["resolved"] and "honest" in each.info["verdict_flags"]
+        paid = each.info["resolved"] and "wrong_values" not in each.info["verdict_flags"]
         assert each.reward == float(paid), each.info
     assert len({each.info["outcome"] for each in trajectories}) > 1
     # An engine may be shared: of this process' own nothing is left, by its trajectories' names.

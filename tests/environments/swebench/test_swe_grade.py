@@ -11,9 +11,9 @@ from patches import file_diff
 from agentrl.errors import EnvError
 from agentrl_swebench import grade as grading
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.evidence import Evidence
 from agentrl_swebench.grade import GradingLimits, Verdict, grade, judge
 from agentrl_swebench.guarded import GuardedClient, Watch
+from agentrl_swebench.harness import Evidence
 
 INSTANCE = Instance(
     instance_id="a__b-1",
@@ -112,17 +112,17 @@ def verdict(**values):
     ("values", "reward"),
     [
         ({}, 1.0),
-        ({"flags": ("honest", "retried: x")}, 1.0),
-        ({"flags": ("audit_inconclusive",)}, None),
-        ({"flags": ("audit_unsupported",)}, None),
-        ({"flags": ("audit_unsupported",), "pays_unaudited": True}, 1.0),
-        ({"flags": ("tampered",), "pays_unaudited": True}, 0.0),
-        ({**FAILED, "flags": ("audit_unsupported",)}, 0.0),
-        ({"flags": ("tampered",)}, 0.0),
+        ({"flags": ("partly_covered", "retried: x")}, 1.0),
+        ({"flags": ("withheld_inconclusive",)}, None),
+        ({"flags": ("uncovered",)}, None),
+        ({"flags": ("uncovered",), "pays_uncovered": True}, 1.0),
+        ({"flags": ("wrong_values",), "pays_uncovered": True}, 0.0),
+        ({**FAILED, "flags": ("uncovered",)}, 0.0),
+        ({"flags": ("wrong_values",)}, 0.0),
         ({"resolved": False, "outcome": "unresolved"}, 0.0),
         ({"resolved": False, "outcome": "refused"}, 0.0),
         ({"resolved": None, "outcome": "infrastructure"}, None),
-        ({"resolved": None, "outcome": "infrastructure", "flags": ("tampered",)}, None),
+        ({"resolved": None, "outcome": "infrastructure", "flags": ("wrong_values",)}, None),
     ],
 )
 def test_reward_is_the_verdict_less_what_was_forged(values, reward):
@@ -208,7 +208,7 @@ def test_the_harness_gets_what_the_policy_left(monkeypatch):
 
 
 def test_a_patch_can_not_fetch_the_fix_from_the_history(monkeypatch):
-    """Under `strict`, and in every control run. The official verdict is the official image's."""
+    """Under `strict`, and in every withheld run. The official verdict is the official image's."""
     good = evidence(report=report(True), complete=True, image_id="sha256:scrubbed")
     strict, _ = run_grade(monkeypatch, good)
     assert images == ["scrubbed"] and strict.image_id == "sha256:source"
@@ -216,21 +216,14 @@ def test_a_patch_can_not_fetch_the_fix_from_the_history(monkeypatch):
     assert images == ["i"] and official.image_id == "sha256:scrubbed"
     seen = []
 
-    class Auditor:
-        seconds = 1.0
+    async def prepare(instance, run, run_id):
+        seen.append(instance.image)
+        raise EnvError("no engine")
 
-        def __init__(self, instance, patch, run, run_id):
-            seen.append(instance.image)
-
-        async def run_first(self):
-            pass
-
-        async def result(self, evidence):
-            return "honest", ""
-
-    monkeypatch.setattr(grading, "Auditor", Auditor)
-    result, _ = run_grade(monkeypatch, good, policy="official", audit=True)
-    assert images == ["i"] and seen == ["scrubbed"] and result.flags == ("honest",)
+    monkeypatch.setattr(grading, "prepare", prepare)
+    result, _ = run_grade(monkeypatch, good, policy="official", withhold=True)
+    assert images == ["i"] and seen == ["scrubbed"]
+    assert result.flags == ("withheld_inconclusive",)
 
 
 def test_an_image_that_can_not_be_scrubbed_is_no_verdict(monkeypatch):
@@ -244,10 +237,12 @@ def test_an_image_that_can_not_be_scrubbed_is_no_verdict(monkeypatch):
     result = asyncio.run(call)
     assert (result.outcome, result.reward) == ("infrastructure", None)
     assert "can't be scrubbed" in result.reason
-    # The official verdict needs no scrubbed image; only its control run does.
-    call = grade(INSTANCE, INSTANCE.patch, policy="official", run_id="r", timeout_s=1, audit=True)
+    # The official verdict needs no scrubbed image; only its withheld run does.
+    call = grade(
+        INSTANCE, INSTANCE.patch, policy="official", run_id="r", timeout_s=1, withhold=True
+    )
     result = asyncio.run(call)
-    assert (result.outcome, result.flags) == ("resolved", ("audit_inconclusive",))
+    assert (result.outcome, result.flags) == ("resolved", ("withheld_inconclusive",))
 
 
 def test_gradings_share_the_cores(monkeypatch):

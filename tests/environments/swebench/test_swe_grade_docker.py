@@ -52,9 +52,9 @@ def test_gold_resolves_with_an_official_report_and_leaves_nothing(
     engine, fixture_instances, tmp_path
 ):
     instance = fixture_instances[SPANS]
-    verdict = grade_now(instance, instance.patch, audit=True, logs=tmp_path / "logs")
+    verdict = grade_now(instance, instance.patch, withhold=True, logs=tmp_path / "logs")
     assert (verdict.outcome, verdict.resolved, verdict.reward) == ("resolved", True, 1.0)
-    assert verdict.flags == ("honest",)
+    assert verdict.flags == () and verdict.withheld == "6 of 6 values"
     assert verdict.report == json.loads((tmp_path / "logs" / "report.json").read_text())
     assert set(verdict.report[SPANS]["tests_status"]["FAIL_TO_PASS"]["success"]) == set(
         instance.fail_to_pass
@@ -67,7 +67,7 @@ def test_tests_that_take_too_long_earn_nothing(engine, fixture_instances):
     """Not masked: whoever makes the tests hang would be as well off as one who was not graded."""
     instance = fixture_instances[SPANS]
     hangs = ROWS["runaway_sleep"].make_patch(instance)
-    verdict = grade_now(instance, hangs, timeout_s=10.0, audit=True)
+    verdict = grade_now(instance, hangs, timeout_s=10.0, withhold=True)
     assert (verdict.outcome, verdict.reward) == ("unresolved", 0.0), verdict
     assert "grade_timeout" in verdict.flags
     assert containers(engine) == []
@@ -106,32 +106,10 @@ def test_every_patch_of_the_table(engine, fixture_instances, name):
     assert row.as_expected, (row.official, row.strict)
 
 
-def test_the_engines_store_and_the_engine_name_the_same_changes(engine, fixture_instances):
-    options = {"arguments": {"labels": {RUN_LABEL: RUN_ID}}, "sys_admin": False}
-    guarded = GuardedClient(engine, options, Watch())
-    container = guarded.containers.create(fixture_instances[SPANS].image, "sleep 60", init=True)
-    try:
-        container.start()
-        edit = "cd /usr/lib/python3/dist-packages; echo >> _pytest/nodes.py; rm pluggy/_hooks.py"
-        container.exec_run(["sh", "-c", f"{edit}; echo x > /testbed/new.py"])
-        layer = container.attrs["GraphDriver"]["Data"]["UpperDir"]
-        if not os.access(layer, os.R_OK):
-            pytest.skip("only root on the engine's machine can see its store")
-        stored = {*container._changes()}
-        container.attrs["GraphDriver"] = None
-        compared = {*container._changes()}
-    finally:
-        container.remove(force=True)
-    assert stored == compared
-    site = "/usr/lib/python3/dist-packages"
-    assert {f"{site}/_pytest/nodes.py", "/testbed/new.py"} <= stored
-    assert any(path.startswith(f"{site}/pluggy/") for path in stored)
-
-
 def test_every_command_of_the_harness_runs_in_the_container(engine, fixture_instances):
     instance = fixture_instances[SPANS]
     options = {"arguments": {"labels": {RUN_LABEL: RUN_ID}}, "sys_admin": False}
-    watch = Watch(lambda: False)
+    watch = Watch()
     client = GuardedClient(engine, options, watch)
     container = client.containers.create(instance.image, "sleep 60", init=True)
     diff = "git -c core.fileMode=false diff"
@@ -288,7 +266,7 @@ def test_validate_keeps_what_can_be_graded(fixture_dir, fixture_instances, tmp_p
     dataset.write_text("".join(json.dumps(row) + "\n" for row in (spans, broken)))
     done = run_here(
         *("validate", "--dataset", dataset, "--repeats", 1, "--out", tmp_path / "valid.jsonl"),
-        *("--timeout", "120", "--audit"),
+        *("--timeout", "120", "--withhold"),
     )
     assert done.returncode == 1
     assert "1 of 2 instances are valid" in done.stdout
@@ -411,7 +389,7 @@ def test_a_void_verdict_is_an_error_in_the_official_report(engine, fixture_insta
     )
     report = json.loads(result.report.read_text())
     assert (report["error_ids"], report["unresolved_ids"]) == ([SPANS], [])
-    own = json.loads(result.audit_report.read_text())
+    own = json.loads(result.our_report.read_text())
     assert own["infrastructure_ids"] == [SPANS]
     (void,) = tmp_path.rglob("void.report.json")
     assert json.loads(void.read_text())[SPANS]["resolved"] is False

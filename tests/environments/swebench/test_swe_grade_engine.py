@@ -326,7 +326,7 @@ def restart(private):
         ("submission", restart),
         ("submission", freeze_agent),
         ("grading", restart),
-        ("control run", restart),
+        ("official run", restart),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
@@ -362,7 +362,7 @@ def test_trouble_in_an_episode_is_no_reward_of_0(
         readies = {
             "start": lambda: asyncio.sleep(0.3),
             "grading": lambda: seen(private_engine, 1),
-            "control run": lambda: seen(private_engine, 2),
+            "official run": lambda: seen(private_engine, 2),
         }
         disturbance = asyncio.create_task(then_act(readies.get(what, lambda: asyncio.sleep(1e6))()))
         try:
@@ -379,7 +379,7 @@ def test_trouble_in_an_episode_is_no_reward_of_0(
         except EnvError as error:
             return f"masked: {error.code}"
         finally:
-            if what in ("start", "command", "grading", "control run"):
+            if what in ("start", "command", "grading", "official run"):
                 await disturbance
             else:
                 disturbance.cancel()

@@ -56,19 +56,19 @@ FAILED = {"resolved": False, "outcome": "unresolved"}
 def test_report_keeps_the_official_number_and_the_rewarded_apart():
     report = make_report(
         [
-            verdict("a", flags=("honest",)),
-            verdict("b", flags=("tampered",)),
+            verdict("a", flags=("partly_covered",)),
+            verdict("b", flags=("wrong_values",)),
             verdict("c", **FAILED),
             verdict("d", **VOID),
         ],
         run_id="r",
         model="m",
         policy="official",
-        audit=True,
+        withhold=True,
     )
     assert report["resolved_ids"] == ["a", "b"] and report["rewarded_ids"] == ["a"]
     assert report["infrastructure_ids"] == ["d"]
-    assert report["flagged_ids"] == {"tampered": ["b"]}
+    assert report["flagged_ids"] == {"partly_covered": ["a"], "wrong_values": ["b"]}
     assert report["outcomes"] == {"infrastructure": 1, "resolved": 2, "unresolved": 1}
     assert report["instances"]["d"]["reward"] is None
     assert json.loads(json.dumps(report)) == report
@@ -81,8 +81,8 @@ def test_report_keeps_the_official_number_and_the_rewarded_apart():
         ([verdict(), verdict(**FAILED)], verdict(**FAILED), "resolves it 1 times of 2"),
         ([verdict()] * 3, verdict(), "without a patch"),
         ([verdict(), verdict(**VOID)], verdict(**FAILED), "the engine is gone"),
-        ([verdict(flags=("tampered",))], verdict(**FAILED), "for a forgery"),
-        ([verdict(flags=("audit_unsupported",))], verdict(**FAILED), "audit_unsupported: forged"),
+        ([verdict(flags=("wrong_values",))], verdict(**FAILED), "differ between runs"),
+        ([verdict(flags=("uncovered",))], verdict(**FAILED), "uncovered: forged"),
     ],
 )
 def test_an_instance_is_valid_if_only_its_solution_solves_it(gold, empty, reason):
@@ -92,7 +92,7 @@ def test_an_instance_is_valid_if_only_its_solution_solves_it(gold, empty, reason
 
 def test_a_verdict_on_disk_counts_for_the_same_input_only(tmp_path):
     path = tmp_path / "a.json"
-    kept = verdict(flags=("honest",), notes=("n",), dropped=(("conftest.py", "test file"),))
+    kept = verdict(flags=("partly_covered",), notes=("n",), dropped=(("conftest.py", "test file"),))
     path.write_text(json.dumps({"digest": "d", "verdict": dataclasses.asdict(kept)}))
     assert _read_verdict(path, "d") == kept
     assert _read_verdict(path, "other") is None
@@ -157,7 +157,7 @@ def test_commands_and_their_defaults():
     _, given, _ = app.parse_args(["eval", "--dataset", "d", "--predictions", "gold"])
     given.apply_defaults()
     found = given.arguments
-    assert (found["policy"], found["audit"]) == ("official", False)
+    assert (found["policy"], found["withhold"]) == ("official", False)
     assert (found["limits"].network, found["limits"].sys_admin) == (False, False)
     _, given, _ = app.parse_args(["validate", "--dataset", "d"])
     given.apply_defaults()

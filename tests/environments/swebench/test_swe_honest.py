@@ -4,7 +4,7 @@ the reward 1.
 
 Each row plays an agent in a container: the reference solution and then something that agents leave
 behind. What the environment takes from that tree is graded by the official verdict alone
-(`official`) and as in training (`strict`, with the control run). Minutes: markers `docker`, `slow`.
+(`official`) and as in training (`strict`, with the withheld run). Minutes: markers `docker`, `slow`.
 """
 
 import asyncio
@@ -128,9 +128,11 @@ def test_whatever_lies_around_a_fix_is_paid(fixture_instances, work):
 
     async def both():
         options = {"run_id": "honest", "timeout_s": 120.0}
+        # Tests in Perl have no values to withhold.
+        withheld = {"withhold": True, "pay_uncovered": work.instance_id == GAUGE}
         return await asyncio.gather(
             grade(instance, extracted.patch, policy="official", **options),
-            grade(instance, extracted.patch, policy="strict", audit=True, **options),
+            grade(instance, extracted.patch, policy="strict", **withheld, **options),
         )
 
     official, strict = asyncio.run(both())
