@@ -170,13 +170,7 @@ def test_nothing_more_runs_after_the_required_lane_failed(program):
     assert "=== package passed" in done.stdout and "docs passed" not in done.stdout
 
 
-def test_a_stage_left_out_for_lack_of_time_fails():
-    done = subprocess.run(
-        ["bash", ".ci/run"],
-        cwd=ROOT,
-        env={**os.environ, "CI_MINUTES": "0"},
-        capture_output=True,
-        text=True,
-    )
+def test_a_stage_left_out_for_lack_of_time_fails(program):
+    done = run(program, CI_MINUTES="0")
     assert done.returncode == 1
     assert "=== fast FAILED: takes" in done.stdout

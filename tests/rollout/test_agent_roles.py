@@ -193,6 +193,7 @@ def test_a_task_says_which_episode_it_is():
         "seed": trajectory.seed,
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
+        "level": 4,  # Task.public
     }
 
 

@@ -506,7 +506,7 @@ def test_wrong_input_is_one_line_with_the_remedy(tmp_path, monkeypatch):
         (
             ["--rollout.max_context_tokens", "8", "--rollout.max_turn_tokens", "8"],
             TrainingError,
-            "max_context_tokens = 8",
+            "rollout.max_context_tokens",
         ),
         (["--inference.backend", "openai", "--inference.urls", "x"], ConfigError, "embedded"),
         (["--inference.backend", "vllm"], ConfigError, "inference.python"),

@@ -184,7 +184,7 @@ def test_merged_it_is_a_model_like_any_other(model, tmp_path, capsys):
         assert (logprobs(whole) - expected).abs().max() < 1e-4
     assert main(["export", str(folder), "--out", str(tmp_path / "whole")]) == 2
     assert main(["export", str(tmp_path / "whole"), "--out", str(tmp_path / "again")]) == 2
-    assert "neither shards nor an adapter" in capsys.readouterr().err
+    assert "it has no manifest.json" in capsys.readouterr().err
 
 
 def test_an_adapter_whose_base_is_gone_says_so(model, tmp_path):
