@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -92,7 +93,10 @@ def resolved(
             "(agentrl env list)",
             file=sys.stderr,
         )
-    envs = [_env_of(alone) for alone in config.environments.values()]  # before torch is loaded
+    envs = []
+    # Before torch is loaded; of several ranks the first says it when they have met.
+    if dry_run or "RANK" not in os.environ:
+        envs = [_env_of(alone) for alone in config.environments.values()]
     if not dry_run:
         return config
     print(config.to_toml(), *envs, _dialect_of(config), sep="\n")
