@@ -99,7 +99,7 @@ def test_doctor_finds_nothing_to_fix(server, capsys):
         print(f"\n{shown}")
     lines = [line for line in shown.splitlines() if server.urls[0] in line]
     assert status == 0
-    assert len(lines) == 9
+    assert len(lines) == 7
     assert all(line.startswith("ok") for line in lines)
     assert "parity" in lines[-1]
 
