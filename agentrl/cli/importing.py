@@ -54,10 +54,9 @@ def import_file(path: Path, trainer: str | None = None) -> Imported:
         DataError: the file cannot be read as any of these; names the line where there is one.
         ConfigError: no trainer has such settings.
     """
-    text = path.read_text(encoding="utf-8-sig")
     try:
-        given = _settings(path, text)
-    except (SyntaxError, ValueError) as error:
+        given = _settings(path, path.read_text(encoding="utf-8-sig"))
+    except (SyntaxError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     name = trainer or _trainer_of(given)
     if name is None:
@@ -328,7 +327,10 @@ def _settings(path: Path, text: str) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml"):
         import yaml
 
-        loaded = yaml.safe_load(text)
+        try:
+            loaded = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
         if not isinstance(loaded, dict):
             raise ValueError("it is not a table of settings")
         return _resolved(_flat(loaded))

@@ -209,6 +209,9 @@ def test_what_is_written_is_a_run_file(name, tmp_path):
     [
         ("a.py", "def (", DataError),
         ("a.yaml", "- 1\n", DataError),
+        ("a.yaml", "a: [1\n", DataError),
+        ("a.py", "x = \0\n", DataError),
+        ("a.py", "x = " + "(" * 500 + ")" * 500, DataError),
         ("a.toml", "x =", DataError),
         ("a.sh", "echo hello\n", ConfigError),
         ("a.py", "print(1)\n", ConfigError),
