@@ -323,7 +323,7 @@ def commands() -> str:
 
 
 def peer(name: str) -> str:
-    """What another trainer's settings are called here."""
+    """Returns the page of another trainer: what its settings are called here."""
     found = PEERS[name]
     lines = [
         _NOTE,

@@ -1,4 +1,4 @@
-"""What the settings of other trainers are called here: one table for `agentrl import`, for the
+"""Names other trainers' settings as they are called here: one table for `agentrl import`, for the
 pages docs/from_*.md and for the hint that an unknown key gets.
 
 The names on the left are those of the versions that `PEERS` states.

@@ -120,11 +120,13 @@ class WorkerPool:
                 self._wake()
             elif call in self._waiting:
                 self._waiting.remove(call)
-                logger.warning(
-                    "a call of a `def` method ran out of time before it had a thread: all %d are "
-                    "busy; raise --worker-threads, or make the method async",
-                    self.max_threads,
-                )
+                # A loop that ends cancels calls as well, while threads are free.
+                if not self._num_idle and self.num_threads - self.num_hung >= self.max_threads:
+                    logger.warning(
+                        "a call of a `def` method ran out of time before it had a thread: all %d "
+                        "are busy; raise --worker-threads, or make the method async",
+                        self.max_threads,
+                    )
 
     def _wake(self) -> None:
         """Wakes or starts a thread if a call waits and none is on its way; called with the lock."""

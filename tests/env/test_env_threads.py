@@ -133,7 +133,7 @@ def test_abandoned_threads_are_bounded(pool):
     asyncio.run(main())
 
 
-def test_a_call_cancelled_in_the_queue_never_runs(pool):
+def test_a_call_cancelled_in_the_queue_never_runs(pool, caplog):
     release, ran = threading.Event(), []
 
     async def main():
@@ -149,6 +149,20 @@ def test_a_call_cancelled_in_the_queue_never_runs(pool):
         assert ran == [] and pool.num_hung == 0
 
     asyncio.run(main())
+    assert "are busy" in caplog.text
+
+
+def test_a_call_that_an_ending_loop_cancels_is_not_blamed_on_busy_threads(monkeypatch, caplog):
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)  # slower than the loop's end
+    pool = WorkerPool(4)
+
+    async def leave_behind():
+        left = asyncio.ensure_future(pool.run(int))
+        await asyncio.sleep(0)
+        assert pool.num_waiting == 1 and not left.done()
+
+    asyncio.run(leave_behind())
+    assert pool.num_waiting == 0 and not caplog.records
 
 
 def test_a_pool_serves_several_loops_and_outlives_them(pool):

@@ -105,7 +105,7 @@ async def check_episodes(subject: Subject) -> str:
 
 
 def _require_sound(event: Event, where: str) -> None:
-    """Checks that an event is no error and that its numbers are finite.
+    """Requires an event to be no error and to have finite numbers.
 
     Raises:
         CheckFailed: it is not so.
