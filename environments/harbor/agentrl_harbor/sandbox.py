@@ -20,7 +20,12 @@ from typing import IO, TYPE_CHECKING
 
 from agentrl.env.container.container import Container, ContainerSpec
 from agentrl.env.container.engine import Engine, labels
-from agentrl.env.container.programs import PROGRAM_PATH, RUNNER_PATH
+from agentrl.env.container.programs import (
+    FINDS_LIBRARY,
+    PROGRAM_PATH,
+    RUNNER_PATH,
+    USED_BY_RUNNER,
+)
 from agentrl.errors import EnvError
 from agentrl_harbor.task import EnvironmentTable
 
@@ -48,8 +53,9 @@ _CHANGED, _ADDED, _DELETED = 0, 1, 2
 _NEVER = re.compile(
     r"/(?:tests|solution|logs/verifier|proc|sys|dev|run/secrets)(?:/.*)?"
     r"|/(?:\.dockerenv|etc/(?:hosts|hostname|resolv\.conf))"
+    r"|.*/__pycache__(?:/.*)?"
 )
-"""Paths that are never copied: the verifier or the engine provides them."""
+"""Paths that are never copied: the verifier, the engine or Python provides them."""
 _START_UP = re.compile(
     r"/(?:root|home/[^/]+)/\.(?:bash\w*|profile|pam_environment|zsh\w*|pythonrc.*|curlrc|wgetrc"
     r"|(?:config/)?(?:pip|uv)/.*)"
@@ -67,7 +73,7 @@ _MAX_CODE_BYTES = 1 << 20
 _HIDDEN = re.compile(r"/(?:(?:tests|solution|logs/verifier|proc)(?:/.*)?|logs)?")
 """Paths to which no link of an agent may lead: files of the verifier, and folders above them."""
 _LIST_PROGRAMS = (
-    'IFS=:; for folder in $PATH; do for each in "$folder"/*; do '
+    'IFS=:; for folder in $PATH; do printf "%s/\\0" "$folder"; for each in "$folder"/*; do '
     '[ -f "$each" ] && [ -x "$each" ] && printf "%s\\0" "$each"; done; done; exit 0'
 )
 
@@ -80,7 +86,8 @@ class Image:
     user: str
     workdir: str
     programs: frozenset[str]
-    """Paths of all programs in the image's PATH; empty until they are listed."""
+    """Paths of all programs in the image's PATH, and of its folders, which end with a slash; empty
+    until they are listed."""
     volumes: tuple[str, ...] = ()
     """Folders whose content the engine does not list among a container's changes."""
     is_named: bool = False
@@ -175,7 +182,7 @@ class TaskContainer(Container):
         return ran.output
 
     async def list_programs(self) -> frozenset[str]:
-        """Returns the paths of the programs in the image's PATH."""
+        """Returns the paths of the programs in the image's PATH, and of its folders."""
         found = await self.as_root(_LIST_PROGRAMS, path=None)
         return frozenset(found.decode(errors="surrogateescape").split("\0")) - {""}
 
@@ -277,12 +284,16 @@ def _reason(
             or (kind == _DELETED and path in above)
             or folder == "/etc/alternatives"
             or RUNNER_PATH.fullmatch(path)
+            or USED_BY_RUNNER.fullmatch(path)
             or PROGRAM_PATH.fullmatch(path)
+            or FINDS_LIBRARY.fullmatch(path)
         )
         return "a program of the image" if is_program else None
     if folder in folders and name in names:
         return "takes the place of a program of the image"
-    if RUNNER_PATH.fullmatch(path) and not _in_new_environment(path, changes):
+    if FINDS_LIBRARY.fullmatch(path) and folder in above:
+        return "tells an interpreter where its library is"
+    if RUNNER_PATH.fullmatch(path) and not _in_new_environment(path, changes, above):
         return "runs or finds tests"
     return None
 
@@ -300,10 +311,12 @@ def _places(programs: frozenset[str]) -> tuple[frozenset[str], frozenset[str], f
     return folders, names, frozenset(above)
 
 
-def _in_new_environment(path: str, changes: Mapping[str, int]) -> bool:
-    """Tells whether a file is in a Python virtual environment that the agent made."""
+def _in_new_environment(path: str, changes: Mapping[str, int], above: frozenset[str]) -> bool:
+    """Returns True for a file of a Python environment, or of an interpreter with its library, that
+    the agent made in a new folder, apart from the image's programs."""
     while path := path.rpartition("/")[0]:
-        if changes.get(f"{path}/pyvenv.cfg") == _ADDED:
+        made = (path, f"{path}/bin", f"{path}/lib")
+        if path not in above and all(changes.get(each) == _ADDED for each in made):
             return True
     return False
 

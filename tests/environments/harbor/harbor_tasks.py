@@ -45,7 +45,8 @@ def tasks() -> dict[str, dict[str, str]]:
             "environment/Dockerfile": FROM + "COPY mean.py /app/\n",
             "environment/mean.py": "def mean(numbers):\n    return sum(numbers) / 1\n",
             "tests/test.sh": python_test,
-            "tests/test_mean.py": "import sys\nsys.path.insert(0, '/app')\nfrom mean import mean\n"
+            "tests/test_mean.py": "import collections, email, json, logging, pathlib, re\n"
+            "import subprocess, sys, unittest\nsys.path.insert(0, '/app')\nfrom mean import mean\n"
             "assert mean([2, 4]) == 3 and mean([5]) == 5\n",
             "solution/solve.sh": SH + "sed -i 's,/ 1,/ len(numbers),' /app/mean.py\n",
         },

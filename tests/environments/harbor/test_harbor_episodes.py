@@ -19,6 +19,9 @@ from agentrl_harbor.env import HarborConfig, HarborEnvironment
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
 
+OF_PYTHON = [name for name in ATTACKS if name.startswith("Python's")]
+
+
 def shared_for(folder, *task_ids, **config):
     settings = HarborConfig(source=str(folder), task_ids=list(task_ids) or None, **config)
     return HarborEnvironment.load_shared(settings), settings
@@ -104,7 +107,7 @@ def test_files_that_nothing_builds_from_come_into_the_working_folder(task_folder
     [
         (
             "mend",
-            ("reward written early", "a process that rewrites the tests", "Python's start"),
+            ("reward written early", "a process that rewrites the tests", *OF_PYTHON),
         ),
         ("hello", ("tests folder is a link", "interpreters replaced", "programs shadowed")),
         ("artifacts", ("reward folder is a link", "a process that pays later", "tools replaced")),
@@ -118,10 +121,10 @@ def test_attacks_are_refused(task_folder, task_id, names):
     assert containers() == []
 
 
-def test_an_attack_is_paid_where_the_tests_run_in_the_agents_container(task_folder):
+@pytest.mark.parametrize("name", OF_PYTHON)
+def test_an_attack_is_paid_where_the_tests_run_in_the_agents_container(task_folder, name):
     shared, settings = shared_for(task_folder, "mend", verifier="shared")
-    command = ATTACKS["Python's start"]
-    assert asyncio.run(play(shared, settings, "mend", [bash(command)])).reward == 1.0
+    assert asyncio.run(play(shared, settings, "mend", [bash(ATTACKS[name])])).reward == 1.0
 
 
 def test_a_shared_verifier_has_its_own_user_and_the_next_agent_the_agents(tmp_path):

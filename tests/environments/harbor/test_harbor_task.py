@@ -253,6 +253,9 @@ def test_a_list_of_hosts_is_refused_unless_there_is_no_network(folder):
     _check_network(task, HarborConfig(source=str(folder), network="none"))
 
 
+INNER = ("", "/bin", "/lib")
+
+
 @pytest.mark.parametrize(
     ("path", "kind", "kept"),
     [
@@ -268,16 +271,30 @@ def test_a_list_of_hosts_is_refused_unless_there_is_no_network(folder):
         ("/root/.bashrc", 0, False),
         ("/etc/ld.so.preload", 1, False),
         ("/conftest.py", 1, False),
-        ("/usr/lib/python3.11/json/__init__.py", 0, True),  # of a package that tests import
+        ("/app/python/json/__init__.py", 1, True),
         ("/usr/lib/python3.11/os.py", 0, False),
+        ("/usr/lib/python3.11/json/__init__.py", 0, False),
+        ("/usr/lib/python3.11/email/mime/text.py", 2, False),
+        ("/usr/lib/python3.11/lib-dynload/_json.so", 0, False),
+        ("/usr/lib/python3.11/json.py", 1, False),
+        ("/usr/lib/python311.zip", 1, False),
+        ("/usr/pyvenv.cfg", 1, False),
+        ("/usr/bin/pybuilddir.txt", 1, False),
+        ("/app/other/pyvenv.cfg", 1, True),
+        ("/app/venv/lib/python3.11/site-packages/pluggy/__init__.py", 1, True),
+        ("/opt/tools/bin/python3", 1, False),  # a folder of PATH that was empty
+        ("/usr/lib/python3/dist-packages/packaging/__init__.py", 0, False),
+        ("/usr/lib/python3/dist-packages/packaging/__init__.py", 1, True),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", 0, True),  # may be the agent's work
         ("/usr/lib/python3/dist-packages/sitecustomize.py", 1, False),
         ("/app/_pytest/runner.py", 1, False),
     ],
 )
 def test_which_changes_a_verifier_sees(path, kind, kept):
-    programs = frozenset({"/usr/bin/python3", "/usr/bin/grep", "/usr/local/bin/other"})
-    changes = {path: kind, "/app/venv": 1, "/app/venv/pyvenv.cfg": 1}
-    assert (_reason(path, kind, changes, programs) is None) == kept
+    programs = {"/usr/bin/python3", "/usr/bin/grep", "/usr/local/bin/other", "/opt/tools/bin/"}
+    made = (f"{folder}{inner}" for folder in ("/app/venv", "/opt/tools") for inner in INNER)
+    changes = {path: kind} | dict.fromkeys(made, 1)
+    assert (_reason(path, kind, changes, frozenset(programs)) is None) == kept
 
 
 def test_the_page_names_every_key():
