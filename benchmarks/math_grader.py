@@ -9,7 +9,7 @@ the text: tuples `(gold, answer, label)` of `pytest.mark.parametrize`, and calls
 answer (as in tests/rewards/data) is read too. What stands in prose, without a box or dollar signs
 around the whole, tests a reader and not a comparison: it is skipped and counted.
 
-The labels are other people's. Where one is wrong by the rules of docs/rewards.md it is listed in
+The labels are other people's. Where one is wrong by the rules of docs/graders.md it is listed in
 RULINGS with the reason; both figures are printed, by their labels and by the ruled ones.
 """
 

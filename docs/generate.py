@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: configuration, metrics, commands, algorithms.
+"""Write the pages, and parts of pages, that are made from the code.
 
     python docs/generate.py
 
@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import typing
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -27,6 +28,9 @@ from agentrl.config import RunConfig
 from agentrl.config.load import FIRST_KEYS, valid_keys
 from agentrl.config.peers import PEERS
 from agentrl.config.toml_text import toml_value
+from agentrl.env.check import CHECKS
+from agentrl.env.registry import resolve
+from agentrl.env.server.app import make_app
 from agentrl.view.glossary import METRICS
 
 HERE = Path(__file__).parent
@@ -117,65 +121,99 @@ def _type(annotation: Any) -> str:
     return names.get(annotation, getattr(annotation, "__name__", "value"))
 
 
-_SWEBENCH = """\
-# SWE-bench
-
-An agent fixes real bugs by shell commands in the repository's container, and the unmodified
-official harness grades its change in a fresh one. This needs a Docker engine.
-
-```
-pip install -e ".[swebench]"
-agentrl swebench doctor --dataset verified               # engine, disk, images, rows
-agentrl swebench pull --dataset verified --scrub         # images ahead of a run
-agentrl eval examples/swebench/eval.toml --inference.urls http://localhost:8000 --out results
-agentrl swebench eval --dataset verified --predictions results --out results    # or preds.jsonl
-agentrl swebench validate --dataset D.jsonl --withhold --out valid.jsonl    # before training
-agentrl swebench export --dataset verified --out tasks   # as Harbor's tasks: harbor.md
-agentrl train examples/swebench/run.toml
-```
-
-In training, the reward is the harness' verdict under the policy `strict`, confirmed by a withheld
-run: the tests report the values that they would compare, and these are compared outside of the
-container with the reference solution's. A patch that forges results does not have the right values,
-and gets reward 0. `environments/swebench/README.md` explains how this works, which attacks were
-tried and which gaps are known.
-
-## Rows
-
-A dataset is an alias (`full`, `lite`, `verified`, `multilingual`, `multimodal`, `swe-gym`, ...), a
-Hugging Face name, or a `.jsonl`, `.json` or `.parquet` file. A row with `image` or `eval_script` is
-a row of SWE-bench 5 and is used as it is; other rows are recognised by their columns. Instances
-that rows of SkyRL and NeMo-Gym wrap are taken out. The adapters below were tested on rows made in
-these forms; no real row was converted and no real image run, but `validate` tells for each instance
-whether it can be graded. `doctor` names rows whose log parser the harness lacks and rows without a
-test to fix.
-
-"""
-_SWEBENCH_KEYS = """\
-A refused row is an error that names its place in the file, before anything is started.
-
-## Keys of `env.config`
-
-"""
+def filled(page: str, **parts: Callable[[], str]) -> str:
+    """Returns a page written by hand, its parts between markers made of the code."""
+    text = (HERE / page).read_text()
+    for name, make in parts.items():
+        begin, end = f"<!-- {name}: made by docs/generate.py -->\n\n", f"\n\n<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{page} has no part {name}"
+        text = f"{before}{begin}{make()}{end}{after}"
+    return text
 
 
-def swebench() -> str:
-    """Returns the page on SWE-bench: first commands, rows that can be read, and keys."""
+def hand_words(page: Path) -> int:
+    """Counts the words of a page that no program writes, its code blocks and tables included."""
+    text = re.sub(r"<!-- [^>]*made by .*?<!-- end[^>]*-->", "", page.read_text(), flags=re.DOTALL)
+    text = text.partition("<!-- below: written by ")[0]
+    return 0 if text.startswith(_NOTE) or page.name in NOT_COUNTED else len(text.split())
+
+
+NOT_COUNTED = ("changelog.md", "options.md")
+"""The changelog, and a page that tests/test_options.py writes."""
+SHIPPED = ("math", "search", "swebench", "harbor", "gymnasium", "reasoning-gym", "mcp", "openenv")
+"""The environments whose keys have a page."""
+
+
+def environment_keys() -> str:
+    """Every key of `env.config`, by environment."""
+    lines = [
+        _NOTE,
+        "# Keys of the environments",
+        "",
+        "The keys of `env.config`: `--env.config.digits 2` on the command line, `config = {digits",
+        "= 2}` in a run file. `agentrl env info ID` prints any environment's, yours included.",
+    ]
+    for name in SHIPPED:
+        config = resolve(name).Config
+        lines += ["", f"## {name}", "", "| key | type | default | |", "|---|---|---|---|"]
+        lines += _environment_rows(config, "")
+    return "\n".join(lines) + "\n"
+
+
+def _environment_rows(config: type[BaseModel], before: str) -> list[str]:
+    rows = []
+    for name, field in config.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            rows += _environment_rows(kind, f"{before}{name}.")
+            continue
+        default = "" if field.is_required() else json.dumps(field.default, default=str)
+        quote = "" if not default else "``" if "`" in default else "`"
+        about = _cell(" ".join((field.description or "").split()))
+        cells = f"`{before}{name}`", _kind(config, name), f"{quote}{default}{quote}", about
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _instances() -> str:
+    """Returns which rows of data sets the SWE-bench environment reads, and which it refuses."""
     from agentrl_swebench import adapters
-    from agentrl_swebench.env import SWEBenchConfig
 
-    lines = [_NOTE, *_SWEBENCH.splitlines(), "| rows of | |", "|---|---|"]
+    lines = ["| rows of | |", "|---|---|"]
     for kind, adapter in adapters.ADAPTERS.items():
         about = (inspect.getdoc(adapter) or "").partition("\n\n")[0]
         lines.append(f"| {kind} | {_cell(' '.join(about.split()))} |")
     for kind, message in adapters.REFUSED.items():
         lines.append(f"| {kind} | refused: {_cell(message.format(instance='an instance'))} |")
-    lines += ["", *_SWEBENCH_KEYS.splitlines(), "| key | type | default | |", "|---|---|---|---|"]
-    for name, field in SWEBenchConfig.model_fields.items():
-        default = "" if field.is_required() else f"`{json.dumps(field.default)}`"
-        about = " ".join((field.description or "").split())
-        lines.append(f"| `{name}` | {_kind(SWEBenchConfig, name)} | {default} | {_cell(about)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def _checks() -> str:
+    """Returns what each check of `agentrl env check` states."""
+    rows = ["| check | an environment that passes |", "|---|---|"]
+    for name, check in CHECKS.items():
+        about = (inspect.getdoc(check) or "").partition("\n\n")[0]
+        rows.append(f"| `{name}` | {_cell(' '.join(about.split()))} |")
+    return "\n".join(rows)
+
+
+def _calls() -> str:
+    """Returns the calls of the environment server, with their parameters and bodies."""
+    described = make_app([]).openapi()
+    schemas = described["components"]["schemas"]
+    rows = ["| call | parameters or body | |", "|---|---|---|"]
+    for path, methods in described["paths"].items():
+        for method, call in methods.items():
+            names = [each["name"] for each in call.get("parameters", []) if each["in"] != "path"]
+            body = call.get("requestBody", {}).get("content", {}).get("application/json", {})
+            if "$ref" in body.get("schema", {}):
+                names += schemas[body["schema"]["$ref"].rpartition("/")[2]]["properties"]
+            shown = ", ".join(f"`{name}`" for name in names)
+            about = " ".join(call.get("description", "").split())
+            rows.append(f"| `{method.upper()} {path}` | {shown} | {_cell(about)} |")
+    return "\n".join(rows)
 
 
 _NOTATION = """\
@@ -183,18 +221,6 @@ R is a trajectory's reward, r_t the part of it placed on a token, G the return, 
 the ratio, l a token's loss, L the loss; sg[x] is x without gradient. n counts the trained tokens of
 a row, N those of the step, B the rows that have any. Policies: mu (the engine, at sampling), old
 (the trainer, before the update), pi (live), ref (the reference), T (a teacher)."""
-
-
-def algorithms() -> str:
-    """Returns the page on the objective, its parts between markers made of the code."""
-    text = (HERE / "algorithms.md").read_text()
-    for name, make in (("stages", _stages), ("presets", _presets), ("inputs", _inputs)):
-        begin, end = f"<!-- {name}: made by docs/generate.py -->\n\n", f"\n\n<!-- end of {name} -->"
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        assert found, f"algorithms.md has no part {name}"
-        text = f"{before}{begin}{make()}{end}{after}"
-    return text
 
 
 def _summary_of(stage: type[Stage]) -> str:
@@ -362,8 +388,13 @@ PAGES = {
     "configuration.md": configuration,
     "metrics.md": metrics,
     "commands.md": commands,
-    "swebench.md": swebench,
-    "algorithms.md": algorithms,
+    "environment_keys.md": environment_keys,
+    "environments.md": partial(filled, "environments.md", checks=_checks),
+    "wire.md": partial(filled, "wire.md", calls=_calls),
+    "swebench.md": partial(filled, "swebench.md", rows=_instances),
+    "algorithms.md": partial(
+        filled, "algorithms.md", stages=_stages, presets=_presets, inputs=_inputs
+    ),
 }
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def _check(found: Imported) -> None:
     if not any(key.startswith("env.") for key in found.keys):
         found.left.append(
             'env: name the environment; rows of questions and answers are env.id = "math" with '
-            "env.config.source (docs/environments.md)"
+            "env.config.source (docs/environment_keys.md)"
         )
     for _ in range(len(found.keys)):
         try:

@@ -232,7 +232,7 @@ def test_what_cannot_be_judged_is_an_error(name, arguments):
 
 
 def test_the_page_names_what_is_left_out():
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "graders.md").read_text()
     section = page.split("## Instructions\n", 1)[1].split("\n## ", 1)[0]
     assert set(re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)) == LEFT_OUT
 

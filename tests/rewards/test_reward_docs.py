@@ -1,4 +1,4 @@
-"""The tables of docs/rewards.md are true."""
+"""The tables of docs/rewards.md and docs/graders.md are true."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,8 @@ from agentrl.config import RewardSection
 from agentrl_rewards.math import grade
 from agentrl_rewards.runner import REWARDS
 
-TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "".join((DOCS / name).read_text() for name in ("rewards.md", "graders.md"))
 
 
 def rows_under(heading: str) -> list[list[str]]:
@@ -24,7 +25,9 @@ def names_in(cell: str) -> list[str]:
 
 def test_every_reward_has_a_row_at_its_module():
     rows = {
-        name: names_in(row[1])[0] for row in rows_under("# Rewards") for name in names_in(row[0])
+        name: names_in(row[1])[0]
+        for row in rows_under("## Rewards that are there")
+        for name in names_in(row[0])
     }
     assert rows == {
         name: target.split(":")[0].removeprefix("agentrl_rewards.")
@@ -33,7 +36,7 @@ def test_every_reward_has_a_row_at_its_module():
 
 
 def test_every_key_of_the_section_has_a_row_with_its_default():
-    rows = rows_under("## In a run file")
+    rows = rows_under("## Keys")
     assert {name for row in rows for name in names_in(row[0])} == set(RewardSection.model_fields)
     shown = {names_in(row[0])[0]: row[1] for row in rows}
     defaults = RewardSection()

@@ -148,7 +148,7 @@ def to_official(row: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}: the row has no image and no eval_script, as in SWE-bench 4. Use the "
             "dataset's current revision (SWE-bench/SWE-bench_Verified and its siblings on Hugging "
             "Face). If the row is your own, add image, eval_script, log_parser and eval_type "
-            "(environments/swebench/README.md, An instance of your own)"
+            "(docs/swebench.md, An instance of your own)"
         )
     try:
         return ADAPTERS[kind](row, place)
