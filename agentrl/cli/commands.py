@@ -309,6 +309,9 @@ def view(
     host: str = "127.0.0.1",
     token: str | None = None,
     report: bool = False,
+    play: bool = False,
+    server: tuple[str, ...] = (),
+    backend: Literal["vllm", "sglang"] = "vllm",
 ) -> int:
     """Look at runs in a browser, down to the token, while they train and afterwards.
 
@@ -323,6 +326,11 @@ def view(
         token: Token that every browser has to send.
         report: Instead of serving, write each run's report.html again and print its path and the
             diagnosis.
+        play: Let the pages sample on from any token of a trajectory, edited or not, with a
+            checkpoint of the run. It loads the models and runs the environments that the runs name,
+            so use it on runs that you trust.
+        server: With --play, URL of a server that may sample in place of a checkpoint.
+        backend: What the servers run.
     """
     if report:
         from agentrl.errors import ConfigError
@@ -335,7 +343,13 @@ def view(
         return 0
     from agentrl.view.server import view_command
 
-    return view_command([*runs] or [Path("runs")], host=host, port=port, token=token)
+    plays = None
+    if play:
+        from agentrl.train.fork import Forks
+
+        plays = Forks([*server], backend)
+    paths = [*runs] or [Path("runs")]
+    return view_command(paths, host=host, port=port, token=token, plays=plays)
 
 
 @app.command

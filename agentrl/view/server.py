@@ -1,5 +1,8 @@
 """`agentrl view`: a small application that reads run directories and writes nothing.
 
+With `--play` it also plays on from a token of a trajectory, which runs the environments and loads
+the models that the run directories name.
+
 Pages are files beside this module, which request their data as JSON. Everything that a model or
 an environment wrote is untrusted: it travels as JSON, is shown as text only, and the content
 security policy allows nothing but this origin's own files.
@@ -17,7 +20,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
@@ -25,9 +28,10 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, Response, Str
 from agentrl import runtime
 from agentrl.env.server.access import names_loopback
 from agentrl.env.server.serve import is_loopback, running
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.images import IMAGES_FOLDER, ImageStore
 from agentrl.view import diagnosis, evaluations, groups, trajectory
+from agentrl.view.forking import ForkRequest, Plays
 from agentrl.view.runs import RunFiles, Runs
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ SCRIPTS = (
     "runs.js",
     "run.js",
     "groups.js",
+    "fork.js",
     "trajectory.js",
     "evaluations.js",
     "main.js",
@@ -62,12 +67,15 @@ HEADERS = {
 Count = Annotated[int, Query(ge=0)]
 
 
-def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
+def make_app(
+    paths: Sequence[Path], *, token: str | None = None, plays: Plays | None = None
+) -> FastAPI:
     """Makes the application for the runs under `paths`.
 
     Args:
         token: the token that a browser must send once, as `/?token=...`; without one (None or
             empty) the application answers requests for loopback hosts only.
+        plays: plays forks; without it every request that is no reading is refused.
     """
     token = token or None
     app = FastAPI(title="agentrl view", openapi_url=None)
@@ -75,7 +83,7 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Any) -> Response:
-        response = _refused(request, token) or await call_next(request)
+        response = _refused(request, token, plays is not None) or await call_next(request)
         response.headers.update(HEADERS)
         return response
 
@@ -150,7 +158,19 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
     @app.get("/api/runs/{run}/trajectories/{step}/{offset}")
     def one(run: str, step: int, offset: int) -> Response:
         files = runs.get(run)
-        return _json(trajectory.describe(files, cache.get(files, step, offset), step, offset))
+        held = cache.get(files, step, offset)
+        newest = max((int(row["policy_versions"].max(initial=0)) for row in held.rows), default=0)
+        players = plays.players(files.path, newest) if plays else []
+        described = trajectory.describe(files, held, step, offset)
+        return _json(described | {"players": players, "version": newest})
+
+    @app.post("/api/runs/{run}/trajectories/{step}/{offset}/fork")
+    async def fork(run: str, step: int, offset: int, asked: ForkRequest) -> Response:
+        assert plays is not None, "refused above"
+        try:
+            return _json(await plays.play(runs.get(run).path, step, offset, asked))
+        except AgentRLError as error:
+            return _json({"error": str(error)}, 409)
 
     @app.get("/api/runs/{run}/trajectories/{step}/{offset}/messages")
     def messages(
@@ -189,7 +209,14 @@ def skeleton(head: str, *, title: str = "agentrl view", body: str = "") -> str:
     )
 
 
-def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | None) -> int:
+def view_command(
+    paths: Sequence[Path],
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    plays: Plays | None = None,
+) -> int:
     """Serves until interrupted, and returns the exit status.
 
     Raises:
@@ -211,7 +238,7 @@ def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | No
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with running(make_app(paths, token=token), host, port) as url:
+        async with running(make_app(paths, token=token, plays=plays), host, port) as url:
             asked = f"?token={quote(token, '', errors='replace')}" if token else ""
             print(f"{url}/{asked}  (Ctrl-C stops it)", flush=True)
             await stop.wait()
@@ -260,13 +287,18 @@ def _summary(run: RunFiles) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def _refused(request: Request, token: str | None) -> Response | None:
+def _refused(request: Request, token: str | None, plays: bool) -> Response | None:
     """Returns the error response to a request without access; None for all others.
 
     Refuses requests under another host's name (a page elsewhere may point its name here) and, if
-    there is a token, requests without it."""
+    there is a token, requests without it. A request to play has to come from a page of this server;
+    browsers send a header with the page's origin, which no script can set."""
     if request.method not in ("GET", "HEAD"):
-        return PlainTextResponse("this server only reads", 405)
+        if not (plays and request.method == "POST"):
+            return PlainTextResponse("this server only reads (agentrl view --play)", 405)
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            return PlainTextResponse("only this server's own pages may play", 403)
     if token is None:
         if names_loopback(request.headers.get("host", "")):
             return None

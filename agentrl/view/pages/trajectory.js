@@ -36,6 +36,7 @@ async function trajectoryPage(page, id, step, offset, parameters) {
   const tokens = el("section.card.tokenpanel", {}, el("h2", {}, "Tokens"));
   page.append(el("div.two", {}, said, tokens));
   await Promise.all([dialogue(said, path, one, row, formatted), tokenPanel(tokens, path, one, row, parameters, mine)]);
+  forkPanel(page, path, one, row);
   await siblingPanel(page, id, path, one, row, parameters, (changes) => change(mine, changes));
   return 0;
 }
@@ -150,12 +151,18 @@ function messageBox(message, place, turnNumber, one, path, row, formatted) {
       turn && turn.finish_reason !== "stop" && el("span.negative", {}, turn.finish_reason),
       turn && turn.parse_status === "malformed" && el("span.negative", {}, "malformed tool call"),
       turn && turn.row === row && el("button.link", { onclick: () => document.dispatchEvent(new CustomEvent("go", { detail: turn.start })) }, "its tokens"),
+      !turn && message.role !== "assistant" && !message.images.length && place < (one.turns.findLast((each) => each.row === row)?.message ?? 0) && forkButton(one, "edit, and sample from here", { message: place, position: nextTurn(one, row, place).start }),
     ),
     textOf(message, "reasoning", path, row, place, null),
     folded(message, kind, textOf(message, "content", path, row, place, !formatted ? null : kind === "tool" ? result : markdown)),
     message.images.length > 0 && el("div.pictures", {}, message.images.map((sha256, i) => pictureOf(path, sha256, "image " + (i + 1)))),
     message.tool_calls.map((call) => callBox(call, formatted)),
   );
+}
+
+// The first turn of a row that reads a message.
+function nextTurn(one, row, place) {
+  return one.turns.find((turn) => turn.row === row && turn.message > place);
 }
 
 // An image of a message, small; a click shows it in full size. The server gives it by its hash, and a
@@ -240,6 +247,7 @@ async function tokenPanel(box, path, one, row, parameters, mine) {
   const swatches = el("div.swatches");
   const where = el("span.faint");
   const detail = el("div.detail.faint", {}, "Point at a token, tap it, or use the arrow keys.");
+  const fork = el("div");
   const jump = el("input", { type: "number", min: 0, max: Math.max(0, total - 1), value: start, "aria-label": "first token shown", onchange: () => show(Number(jump.value)) });
   const slide = el("input", { type: "range", min: 0, max: Math.max(0, total - 1), step: TOKENS_IN_WINDOW, value: start, "aria-label": "place in the row", onchange: () => show(Number(slide.value)) });
   const select = el("select", { "aria-label": "colour by", onchange: () => ((colour = select.value), keepChoice("colour", colour), remember({ colour }), draw()) }, Object.entries(COLOURS).map(([key, text]) => el("option", { value: key, selected: key === colour }, text)));
@@ -273,6 +281,8 @@ async function tokenPanel(box, path, one, row, parameters, mine) {
 
   function chosen(i) {
     remember({ token: data.start + i });
+    const detailOf = { position: data.start + i, text: data.texts ? data.texts[i] : String(data.ids[i]) };
+    fork.replaceChildren(...[data.sampled[i] && forkButton(one, `sample from position ${data.start + i}`, detailOf)].filter(Boolean));
     return describe(i);
   }
 
@@ -319,10 +329,11 @@ async function tokenPanel(box, path, one, row, parameters, mine) {
     swatches,
     view,
     detail,
+    fork,
     total > TOKENS_IN_WINDOW ? el("div.row.window", {}, el("button", { onclick: () => show(start - TOKENS_IN_WINDOW) }, "previous"), slide, el("button", { onclick: () => show(start + TOKENS_IN_WINDOW) }, "next"), el("label.field", {}, el("span", {}, "from"), jump), where) : where,
   );
   await show(start);
-  if (wanted !== null && Number(wanted) >= start && Number(wanted) < start + data.ids.length) describe(Number(wanted) - start);
+  if (wanted !== null && Number(wanted) >= start && Number(wanted) < start + data.ids.length) chosen(Number(wanted) - start);
 }
 
 function tokenLines(data, i) {
