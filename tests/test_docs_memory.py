@@ -1,4 +1,4 @@
-"""The figures of docs/memory.md and docs/recipes.md are those of `agentrl doctor`."""
+"""The figures of docs/memory_tables.md and docs/recipes.md are those of `agentrl doctor`."""
 
 import re
 from pathlib import Path
@@ -62,7 +62,7 @@ def totals_of(model: str, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_tables_of_the_memory_page_are_doctor_s(tmp_path):
-    *_, keys, _, models = tables("memory.md")
+    keys, models = tables("memory_tables.md")
     for setting, *figures in keys:
         assert figures == parts_of(setting, tmp_path), setting
     assert {model.strip("`") for model, *_ in models} == set(SHAPES)
