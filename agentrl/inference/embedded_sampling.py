@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import itertools
 import threading
 from collections.abc import Sequence
@@ -356,23 +354,9 @@ def _next_logits(
             position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
-            **{_cache_argument(type(model)): cache},
+            cache=cache,
         )
     return output.logits[:, -1]
-
-
-@functools.cache
-def _cache_argument(family: type[PreTrainedModel]) -> str:
-    """Returns the name of a family's cache argument; it would silently ignore another name.
-
-    Raises:
-        ValueError: the family takes no cache.
-    """
-    taken = inspect.signature(family.forward).parameters
-    for name in ("past_key_values", "cache_params"):
-        if name in taken:
-            return name
-    raise ValueError("its forward pass takes no cache")
 
 
 def _uniforms(requests: list[SampleRequest], seed: int) -> np.ndarray:

@@ -428,9 +428,9 @@ def set_gradient_checkpointing(model: PreTrainedModel, layers: bool | float) -> 
             evenly.
     """
     if layers:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     else:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
     found = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for number, module in enumerate(found):
         # A layer recomputes in training mode only; its submodules stay in evaluation mode.

@@ -45,6 +45,7 @@ def require_exact(model: PreTrainedModel) -> None:
                 raise ValueError("its layers attend in ways of their own")
             if name in PACKED and hasattr(model.config.get_text_config(), "compress_rates"):
                 raise ValueError("its layers make one key of several tokens, of any segment")
+            logit_shape(model)  # measured once, with an attention that all families have
             model.set_attn_implementation(name)
             with within_reach(model):
                 problem = _inexact(model, share=name == SHARED_ATTENTION_NAME)
@@ -99,7 +100,6 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
         A predicate that completes "it ..." with the difference; None if they agree up to rounding.
     """
     first, second = _probe_ids(model)
-    logit_shape(model)  # measure it before the hook below, which its forward pass would call
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:

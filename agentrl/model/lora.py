@@ -42,7 +42,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
             the head or another module than a linear layer, or `path` is itself an adapter.
     """
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError(_MISSING) from None
     if is_adapter(path):
@@ -51,6 +51,8 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
             f"make one with `agentrl export {path} --out DIR`"
         )
     targets = section.targets
+    # A relative path would mean nothing in another folder.
+    base = str(Path(path).resolve()) if Path(path).is_dir() else path
     left_out = without_adapter_names(model)
     adapter = LoraConfig(
         r=section.rank,
@@ -58,14 +60,13 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=left_out or None,
         task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
     )
     try:
-        model.add_adapter(adapter)
+        # transformers' own methods do the same, but refuse versions of PEFT that work.
+        inject_adapter_in_model(adapter, model)
     except ValueError as error:
         raise ConfigError(f"model.lora.targets = {targets!r}: {error}") from error
-    # transformers has set it to the path as it was given, which means nothing in another folder.
-    base = str(Path(path).resolve()) if Path(path).is_dir() else path
-    model.peft_config["default"].base_model_name_or_path = base  # pyright: ignore
     head: Any = model.get_output_embeddings()
     if any(p.requires_grad for p in head.parameters()):
         raise ConfigError("model.lora.targets names the language-model head; leave it out")
@@ -120,8 +121,12 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
     if not has_adapter(model):
         yield
         return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.disable_adapters()
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for module in adapted:
+        module.enable_adapters(False)
     # PEFT freezes an adapter that it switches off. If this is the first forward pass of a sharded
     # model, FSDP would then keep the adapter's gradients in the computing dtype.
     for parameter in learning:
@@ -129,7 +134,8 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        model.enable_adapters()
+        for module in adapted:
+            module.enable_adapters(True)
 
 
 def is_adapter(path: str) -> bool:
