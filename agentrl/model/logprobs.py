@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError, first_line
@@ -298,9 +299,9 @@ def logprobs_and_routing(
         kept = ids.to(hidden.device, non_blocking=True), starts.to(hidden.device, non_blocking=True)
     logprobs, entropy = trained_logprobs(
         hidden[torch.from_numpy(micro.trained_index).to(hidden.device, non_blocking=True)],
-        head.weight,
+        _whole(head.weight),
         torch.from_numpy(micro.targets).to(hidden.device, non_blocking=True),
-        bias=head.bias,
+        bias=None if head.bias is None else _whole(head.bias),
         temperature=temperature / factor,
         softcap=None if cap is None else cap / temperature,
         with_entropy=with_entropy,
@@ -309,6 +310,12 @@ def logprobs_and_routing(
     logprobs = context.of_all(whole, logprobs, together)
     entropy = None if entropy is None else context.of_all(whole, entropy, together)
     return logprobs, entropy, router_logits or []
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gathers what ranks hold parts of while they compute (`train.parallel.tensor`). Each of them
+    computes the same gradient of the result, and keeps its part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

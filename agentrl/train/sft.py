@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from agentrl.config import LoraSection, TrainSection, load_config
 from agentrl.errors import ConfigError, DataError
 from agentrl.images import IMAGES_FOLDER, ImageStore
+from agentrl.model.adapter_files import write_adapter
 from agentrl.model.load import (
     load_model,
     load_processor,
@@ -175,8 +176,9 @@ def sft(
                 progress.update(bar, advance=1, loss=losses[-1])
     if lora_rank:
         with TemporaryDirectory(prefix="agentrl-sft-") as folder:
-            save_model(model, tokenizer, Path(folder) / "adapter", "float32")
-            merge_adapter(Path(folder) / "adapter", out, dtype=save_dtype)
+            write_adapter(model, Path(folder))
+            tokenizer.save_pretrained(folder)
+            merge_adapter(Path(folder), out, dtype=save_dtype)
     else:
         save_model(model, tokenizer, out, save_dtype)
     return SFTResult(losses[0], losses[-1], len(losses), len(samples) - len(kept))
