@@ -49,7 +49,7 @@ def configuration() -> str:
         "file's other keys. `agentrl train RUN.toml --dry-run` prints the resolved file, refusing",
         "what the run would: keys, `env.id`, `env.config` and the dialect.",
         "The keys of `[objective]` are explained with their formulas in",
-        "[algorithms.md](algorithms.md).",
+        "[algorithms.md](algorithms.md). A section opens at a click.",
     ]
     keys = valid_keys()
     lines += [
@@ -63,16 +63,17 @@ def configuration() -> str:
     ]
     for key in FIRST_KEYS:
         lines.append(_row(key, key, *keys[key]))
-    section = ""
+    sections: dict[str, list[str]] = {}
     for key, (default, text) in keys.items():
         parent, _, name = key.rpartition(".")
-        if parent != section:
-            section = parent
-            about = _section(section).__doc__ or ""
-            own = "" if about == BaseModel.__doc__ else " ".join(about.split())
-            lines += ["", f"## [{section}]", ""] + ([own, ""] if own else [])
-            lines += ["| key | type | default | |", "|---|---|---|---|"]
-        lines.append(_row(key, name, default, text))
+        sections.setdefault(parent, []).append(_row(key, name, default, text))
+    for section, rows in sections.items():
+        about = _section(section).__doc__ or ""
+        own = "" if about == BaseModel.__doc__ else " ".join(about.split())
+        number = f"{len(rows)} key{'s' * (len(rows) > 1)}"
+        lines += ["", f"## [{section}]", ""] + ([own, ""] if own else [])
+        lines += [f'<details markdown="1"><summary>{number}</summary>', ""]
+        lines += ["| key | type | default | |", "|---|---|---|---|", *rows, "", "</details>"]
     return "\n".join(lines) + "\n"
 
 

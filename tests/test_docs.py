@@ -26,6 +26,14 @@ def test_pages_made_from_the_code_are_up_to_date(page):
     assert (DOCS / page).read_text() == made, "run python docs/generate.py"
 
 
+def test_a_person_can_read_the_pages():
+    made = generator()
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *ROOT.glob("environments/*/README.md")]
+    words = {page.name: made.hand_words(page) for page in pages}
+    assert sum(words.values()) <= 35_000, "words by hand: cut, or make a page of the code"
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_every_metric_named_in_the_code_has_a_meaning():
     sections = {name.split("/")[0] for name in METRICS}
     named = set()
