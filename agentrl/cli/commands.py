@@ -441,6 +441,7 @@ def import_(
         Literal["trl", "verl", "slime", "areal", "prime-rl"] | None, Parameter(name="--from")
     ] = None,
     out: Path | None = None,
+    prove: bool = False,
 ) -> int:
     """Write a run file from another trainer's script or configuration.
 
@@ -452,17 +453,26 @@ def import_(
             starts verl or slime; a toml of prime-rl.
         from_: The trainer, where the settings do not tell.
         out: Write here instead of to the terminal.
+        prove: Compute one update by TRL's own trainer and by agentrl with these settings, and
+            compare advantages, loss and gradient. Needs TRL beside agentrl; exit status 1 means
+            that they differ.
     """
-    from agentrl.cli.importing import import_file, run_file
+    from agentrl.cli.importing import config_of, import_file, run_file
     from agentrl.errors import ConfigError
 
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already; name another file with --out")
     found = import_file(source, from_)
-    text = run_file(found, source)
+    text, differs = run_file(found, source), False
+    if prove:
+        from agentrl.cli.proving import prove as compared
+
+        certificate = compared(found.trainer, found.given, config_of(found))
+        text += "\n# Certificate:\n" + "".join(f"# {line}\n" for line in str(certificate).split("\n"))
+        differs = not certificate.holds
     if out is None:
         print(text, end="")
-        return 0
+        return int(differs)
     out.write_text(text)
     print(
         f"{out}: {len(found.keys)} keys from {found.peer.name}'s settings, {len(found.differs)} of "
@@ -470,7 +480,9 @@ def import_(
     )
     for line in found.left:
         print(f"to do: {line}")
-    return 0
+    if prove:
+        print(certificate)
+    return int(differs)
 
 
 @app.command

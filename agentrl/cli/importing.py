@@ -29,7 +29,10 @@ _LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}
 class Imported:
     """A run file in the making."""
 
-    peer: Peer
+    trainer: str
+    """Its name in `PEERS`."""
+    given: Mapping[str, Any]
+    """The settings of the file, as they are called there."""
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Key here -> its value, and what it was there."""
     differs: list[str] = field(default_factory=list)
@@ -38,7 +41,13 @@ class Imported:
     nothing: list[str] = field(default_factory=list)
     """What is always so here."""
 
+    @property
+    def peer(self) -> Peer:
+        """The other trainer."""
+        return PEERS[self.trainer]
+
     def set(self, key: str, value: Any, comment: str) -> None:
+        """Records the value of a key here, and what it was there."""
         self.keys[key] = (value, comment)
 
 
@@ -62,7 +71,7 @@ def import_file(path: Path, trainer: str | None = None) -> Imported:
     if name is None:
         known = ", ".join(PEERS)
         raise ConfigError(f"{path}: no settings of {known}; name one with --from if there are")
-    found = Imported(PEERS[name])
+    found = Imported(name, given)
     rows = {row.theirs: row for row in found.peer.rows}
     unknown = {theirs: value for theirs, value in given.items() if theirs not in rows}
     for theirs, value in given.items():
@@ -224,6 +233,17 @@ def _trl(found: Imported, given: Mapping[str, Any], path: Path) -> None:
     if found.keys.get("objective.aggregate.kind", ("", ""))[0] == "constant":
         longest = given.get("max_completion_length", 512)
         found.set("objective.aggregate.max_tokens", longest, "max_completion_length")
+    if found.keys.get("objective.preset", ("", ""))[0] == "bnpo":
+        local = given.get("per_device_train_batch_size", 8)
+        found.set("objective.aggregate.local_rows", local, "per_device_train_batch_size")
+    corrected = _is_on(given.get("vllm_importance_sampling_correction", True))
+    if _is_on(given.get("use_vllm")) and corrected:
+        if "vllm_importance_sampling_mode" not in given:
+            comment = "vllm_importance_sampling_mode = sequence_mask, its default"
+            found.set("objective.off_policy.level", "sequence_product", comment)
+            found.set("objective.off_policy.outside", "zero", comment)
+        if kind == "vespo":
+            found.left.append("vespo: TRL weights by the sampler's ratio in phi, here beside it")
     if found.keys.get("objective.ratio.level", ("", ""))[0] == "sequence" and _is_on(
         given.get("beta")
     ):
@@ -248,12 +268,8 @@ def _trl(found: Imported, given: Mapping[str, Any], path: Path) -> None:
 
 def _check(found: Imported) -> None:
     """Names what a run file cannot do without, and what the schema refuses."""
-    data: dict[str, Any] = {}
-    for key, (value, _) in found.keys.items():
-        data = deep_merge(data, _nested(key, value))
     if "model.path" not in found.keys:
         found.left.append("model.path: set it")
-        data = deep_merge(data, {"model": {"path": "MODEL"}})
     if not any(key.startswith("env.") for key in found.keys):
         found.left.append(
             'env: name the environment; rows of questions and answers are env.id = "math" with '
@@ -261,7 +277,7 @@ def _check(found: Imported) -> None:
         )
     for _ in range(len(found.keys)):
         try:
-            load_config(data)
+            config_of(found)
             return
         except AgentRLError as error:
             line = str(error).splitlines()[0]
@@ -269,12 +285,20 @@ def _check(found: Imported) -> None:
             if key is None:
                 found.left.append(line)
                 return
-            value, comment = found.keys.pop(key)
+            _, comment = found.keys.pop(key)
             found.left.append(f"{comment}: {line}")
-            data = {}
-            for each, (mine, _) in found.keys.items():
-                data = deep_merge(data, _nested(each, mine))
-            data = deep_merge({"model": {"path": "MODEL"}}, data)
+
+
+def config_of(found: Imported) -> RunConfig:
+    """Returns the imported run; its model is named MODEL if the other trainer names none.
+
+    Raises:
+        ConfigError: the schema refuses it.
+    """
+    data: dict[str, Any] = {"model": {"path": "MODEL"}}
+    for key, (value, _) in found.keys.items():
+        data = deep_merge(data, _nested(key, value))
+    return load_config(data)
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
