@@ -26,7 +26,7 @@ from agentrl.algo.user_functions import ADVANTAGE_INPUTS, LOSS_INPUTS
 from agentrl.cli.main import add_plugins, app
 from agentrl.config import RunConfig
 from agentrl.config.load import FIRST_KEYS, valid_keys
-from agentrl.config.peers import PEERS
+from agentrl.config.peers import PEERS, Row
 from agentrl.config.toml_text import toml_value
 from agentrl.env.check import CHECKS
 from agentrl.env.registry import resolve
@@ -349,6 +349,25 @@ def commands() -> str:
     return f"{_NOTE}\n# Command line\n\n{head}{text}".rstrip() + "\n"
 
 
+def _by_value(row: Row) -> list[str]:
+    """Returns what each value of a setting is here: one key for all values, or keys for each."""
+    mine = {theirs: keys for theirs, keys in row.values.items() if keys}
+    keys = {key for each in mine.values() for key in each}
+    if len(keys) > 1 or any(len(each) > 1 for each in mine.values()) or len(mine) < 2:
+        return [
+            ", ".join(f"`{key} = {toml_value(value)}`" for key, value in each.items())
+            + f" for `{theirs}`"
+            for theirs, each in mine.items()
+        ]
+    renamed: dict[str, list[str]] = {}
+    for theirs, each in mine.items():
+        (value,) = each.values()
+        if value != theirs:
+            renamed.setdefault(toml_value(value), []).append(f"`{theirs}`")
+    renames = (f"{', '.join(theirs)} is `{value}`" for value, theirs in renamed.items())
+    return [f"`{keys.pop()}`", *renames]
+
+
 def peer(name: str) -> str:
     """Returns the page of another trainer: what its settings are called here."""
     found = PEERS[name]
@@ -357,27 +376,24 @@ def peer(name: str) -> str:
         f"# Coming from {found.name}",
         "",
         "```",
-        f"agentrl import FILE --from {name} --out run.toml",
+        f"agentrl import FILE --from {name} --out run.toml" + (" --prove" if name == "trl" else ""),
         "```",
         "",
         "reads a script or configuration without running it, and writes a run file; what it does",
         f"not take stands at its end. It goes by this table, with names of {found.version}.",
         found.about,
         "",
-        f"| {found.name} | agentrl |",
-        "|---|---|",
     ]
+    if name == "trl":
+        lines += [(HERE / "switching_from_trl.txt").read_text()]
+    of_cell: dict[str, list[str]] = {}
     for row in found.rows:
-        by_value = [
-            f"`{theirs}`: " + ", ".join(f"`{key} = {toml_value(v)}`" for key, v in mine.items())
-            for theirs, mine in row.values.items()
-            if mine
-        ]
         keys = [f"`{key}`" for key in (row.to, *row.also) if key]
         needs = [f"only with `{row.needs}`"] if row.needs else []
-        ours = [", ".join(keys), *by_value, row.note, *needs]
-        cells = (f"`{row.theirs}`", "; ".join(filter(None, ours)))
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+        ours = [", ".join(keys), *_by_value(row), row.note, *needs]
+        of_cell.setdefault("; ".join(filter(None, ours)), []).append(f"`{row.theirs}`")
+    lines += [f"|{found.name}|agentrl|", "|---|---|"]
+    lines += [f"|{_cell(', '.join(theirs))}|{_cell(ours)}|" for ours, theirs in of_cell.items()]
     if found.defaults:
         mine = ", ".join(f"`{key} = {toml_value(value)}`" for key, value in found.defaults.items())
         lines += ["", f"Its defaults that an imported run file states: {mine}."]

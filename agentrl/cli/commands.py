@@ -468,7 +468,9 @@ def import_(
         from agentrl.cli.proving import prove as compared
 
         certificate = compared(found.trainer, found.given, config_of(found))
-        text += "\n# Certificate:\n" + "".join(f"# {line}\n" for line in str(certificate).split("\n"))
+        text += "\n# Certificate:\n" + "".join(
+            f"# {line}\n" for line in str(certificate).split("\n")
+        )
         differs = not certificate.holds
     if out is None:
         print(text, end="")

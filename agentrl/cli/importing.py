@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,24 @@ def import_file(path: Path, trainer: str | None = None) -> Imported:
         given = _settings(path, path.read_text(encoding="utf-8-sig"))
     except (SyntaxError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    name = trainer or _trainer_of(given)
+    name = trainer or _trainer_of(path, given)
     if name is None:
         known = ", ".join(PEERS)
         raise ConfigError(f"{path}: no settings of {known}; name one with --from if there are")
     found = Imported(name, given)
     rows = {row.theirs: row for row in found.peer.rows}
-    unknown = {theirs: value for theirs, value in given.items() if theirs not in rows}
+    unknown, placed = {}, []
     for theirs, value in given.items():
         if theirs in rows:
             _take(found, rows[theirs], value, given)
+        elif any(fnmatchcase(theirs, pattern) for pattern in found.peer.placement):
+            placed.append(theirs)
+        else:
+            unknown[theirs] = value
+    if placed:
+        found.nothing.append(
+            f"{len(placed)} settings of machines, memory and servers: {', '.join(placed)}"
+        )
     if unknown:
         listed = ", ".join(f"{theirs} = {_shown(value)}" for theirs, value in unknown.items())
         found.left.append(f"unknown here: {listed}")
@@ -209,6 +218,8 @@ def _sizes(found: Imported, name: str, given: Mapping[str, Any]) -> None:
         if (batch := number("--global-batch-size")) and played:
             text = "--rollout-batch-size x --n-samples-per-prompt / --global-batch-size"
             whole("train.num_minibatches", played / batch, text)
+    if name == "prime-rl" and "orchestrator.algo.type" not in given:
+        found.set("objective.scale.kind", "none", "prime-rl's default, GRPO without a deviation")
     if name == "prime-rl" and (batch := number("orchestrator.batch_size")):
         samples = found.keys.get("rollout.group_size", (8, ""))[0]
         whole("rollout.groups_per_step", batch / samples, "orchestrator.batch_size / group_size")
@@ -363,11 +374,14 @@ def _settings(path: Path, text: str) -> dict[str, Any]:
     return _of_shell(text)
 
 
-def _trainer_of(given: Mapping[str, Any]) -> str | None:
-    """Returns the trainer that has most of the settings, if any has."""
-    known = {name: {row.theirs for row in peer.rows} for name, peer in PEERS.items()}
-    most = max(known, key=lambda name: len(known[name] & given.keys()))
-    return most if known[most] & given.keys() else None
+def _trainer_of(path: Path, given: Mapping[str, Any]) -> str | None:
+    """Returns the trainer that has most of the settings, of those that read such files."""
+    of_suffix = {".py": ("trl",), ".toml": ("prime-rl",), ".yaml": ("trl", "verl", "areal")}
+    of_suffix[".yml"] = of_suffix[".yaml"]
+    names = of_suffix.get(path.suffix, ("trl", "verl", "slime"))
+    known = {name: given.keys() & {row.theirs for row in PEERS[name].rows} for name in names}
+    most = max(names, key=lambda name: len(known[name]))
+    return most if known[most] else None
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -311,9 +311,7 @@ def _options(config: RunConfig, reference: PreTrainedModel, **more: Any) -> Upda
     )
 
 
-def _ours(
-    folder: str, samples: Sequence[Sample], config: RunConfig, *, served: bool
-) -> Computed:
+def _ours(folder: str, samples: Sequence[Sample], config: RunConfig, *, served: bool) -> Computed:
     model, reference = (load_model(folder, dtype=torch.float32, device="cpu") for _ in range(2))
     options = _options(config, reference, own_logprobs=not served)
     several = options.config.model_copy(update={"num_epochs": 2})  # the first of several updates
