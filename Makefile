@@ -149,6 +149,7 @@ test-harbor: $(VENV)/.dev $(HARBOR_VENV)/bin/harbor
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters $(RETRY)
 	$(ADAPTERS_VENV)/mcp/bin/python -m pytest tests/environments/adapters/test_adapter_mcp.py
+	$(ADAPTERS_VENV)/games/bin/python -m pytest $(addprefix tests/environments/adapters/test_adapter_,games.py skyrl.py)
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
 	$(ADAPTERS_VENV)/evaluations/bin/python -m pytest tests/cli/test_export.py
 
@@ -272,6 +273,9 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml $(VENV)/.dev
 	@# OpenEnv's packages want an older mcp.
 	$(call environment_over_venv,$(ADAPTERS_VENV)/mcp)
 	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
+	$(call environment_over_venv,$(ADAPTERS_VENV)/games)
+	@# PettingZoo's classic games import pygame, and its card games rlcard.
+	@$(ADAPTERS_VENV)/games/bin/python -m pip install --quiet --editable '.[games,skyrl]' pygame rlcard $(ADAPTERS_TESTS)
 	$(call environment_over_venv,$(ADAPTERS_VENV)/evaluations)
 	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet --editable '.[inspect]' pytest pytest-timeout
 	@touch $@

@@ -382,10 +382,12 @@ def peer(name: str) -> str:
         "reads a script or configuration without running it, and writes a run file; what it does",
         f"not take stands at its end. It goes by this table, with names of {found.version}.",
         found.about,
+        *(
+            ["One script, end to end: [switching from TRL](switching_from_trl.md)."]
+            * (name == "trl")
+        ),
         "",
     ]
-    if name == "trl":
-        lines += [(HERE / "switching_from_trl.txt").read_text()]
     of_cell: dict[str, list[str]] = {}
     for row in found.rows:
         keys = [f"`{key}`" for key in (row.to, *row.also) if key]

@@ -463,15 +463,17 @@ def import_(
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already; name another file with --out")
     found = import_file(source, from_)
-    text, differs = run_file(found, source), False
+    text, certificate = run_file(found, source), None
     if prove:
-        from agentrl.cli.proving import prove as compared
+        from agentrl.cli.examples import example_file
+        from agentrl.train.prove import prove as compared
 
-        certificate = compared(found.trainer, found.given, config_of(found))
+        shape = example_file("quickstart/model/config.json").parent
+        certificate = compared(found.trainer, found.given, config_of(found), shape)
         text += "\n# Certificate:\n" + "".join(
             f"# {line}\n" for line in str(certificate).split("\n")
         )
-        differs = not certificate.holds
+    differs = certificate is not None and not certificate.holds
     if out is None:
         print(text, end="")
         return int(differs)
@@ -482,7 +484,7 @@ def import_(
     )
     for line in found.left:
         print(f"to do: {line}")
-    if prove:
+    if certificate is not None:
         print(certificate)
     return int(differs)
 

@@ -261,6 +261,10 @@ def _trl(found: Imported, given: Mapping[str, Any], path: Path) -> None:
         found.left.append(
             "beta: TRL weights the KL with the ratio of the sequence, here each token's own does"
         )
+    if isinstance(rounds := given.get("max_tool_calling_iterations"), int):
+        found.set("rollout.max_turns", rounds + 1, "max_tool_calling_iterations, and the answer")
+        found.left = [each for each in found.left if not each.startswith("max_tool_calling")]
+    _trl_environment(found, given, path)
     functions = given.get("reward_funcs")
     if functions is None:
         return
@@ -275,6 +279,21 @@ def _trl(found: Imported, given: Mapping[str, Any], path: Path) -> None:
             )
     else:
         found.left.append("reward_funcs: not functions of this file; name them in reward.functions")
+
+
+def _trl_environment(found: Imported, given: Mapping[str, Any], path: Path) -> None:
+    """Names the environment, if the script has its class or reads its rows from a file."""
+    made, rows = given.get("environment_factory"), given.get("train_dataset")
+    is_file = isinstance(rows, str) and rows.endswith((".jsonl", ".parquet"))
+    if isinstance(made, _Function):
+        found.set("env.id", f"trl:{path}:{made}", "environment_factory")
+    elif made is None and is_file:
+        found.set("env.id", "trl", "rows with prompts")
+    if "env.id" in found.keys:
+        names = ("environment_factory",) + (("train_dataset",) if is_file else ())
+        found.left = [line for line in found.left if not line.startswith(names)]
+    if "env.id" in found.keys and is_file:
+        found.set("env.config.tasks", rows, "train_dataset")
 
 
 def _check(found: Imported) -> None:
@@ -342,7 +361,7 @@ def run_file(found: Imported, source: Path) -> str:
 
 
 class _Function(str):
-    """The name of a function of the script."""
+    """The name of a function or class of the script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,7 +503,7 @@ def _of_python(text: str) -> dict[str, Any]:
     functions = {
         each.name
         for each in ast.walk(tree)
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -497,6 +516,10 @@ def _of_python(text: str) -> dict[str, Any]:
             return value_of(constants[node.id], depth + 1)
         if isinstance(node, ast.List | ast.Tuple):
             return [value_of(each, depth) for each in node.elts]
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_dataset"):
+            files = {each.arg: value_of(each.value, depth) for each in node.keywords}
+            if isinstance(files.get("data_files"), str):
+                return files["data_files"]
         try:
             return ast.literal_eval(node)
         except ValueError:

@@ -225,3 +225,41 @@ def test_what_is_no_such_file(name, text, error, tmp_path):
 def test_an_unknown_key_that_another_trainer_has_is_named():
     with pytest.raises(ConfigError, match=r"rollout\.group_size"):
         load_config({}, ["--model.path=m", "--rollout.num_generations=8"])
+
+
+def test_a_trl_script_with_its_own_class_and_rows_needs_nothing_more(tmp_path):
+    found = imported(
+        tmp_path,
+        "grpo.py",
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "class Game:\n    def reset(self, **row): ...\n"
+        "def right(completions, **kwargs): return [1.0 for _ in completions]\n"
+        "if __name__ == '__main__':\n"
+        "    GRPOTrainer(model='m', args=GRPOConfig('out', max_tool_calling_iterations=2),\n"
+        "        train_dataset=load_dataset('json', data_files='rows.jsonl', split='train'),\n"
+        "        environment_factory=Game, reward_funcs=right)\n",
+    )
+    mine = values(found)
+    assert mine["env.id"] == f"trl:{tmp_path}/grpo.py:Game"
+    assert mine["env.config.tasks"] == "rows.jsonl" and mine["rollout.max_turns"] == 3
+    assert found.left == []
+
+
+def test_what_places_a_run_on_machines_is_counted_apart(tmp_path):
+    found = imported(
+        tmp_path,
+        "rl.toml",
+        '[orchestrator]\nbatch_size = 64\ngroup_size = 8\n[slurm]\njob_name = "a"\n'
+        "[inference.vllm]\ntensor_parallel_size = 2\n[odd]\nkey = 1\n",
+    )
+    (placed,) = [line for line in found.nothing if "machines" in line]
+    assert placed.startswith("2 settings")
+    assert any("odd.key" in line for line in found.left)
+
+
+@pytest.mark.parametrize("trainer", sorted(PEERS.keys() - {"trl"}))
+def test_there_is_a_certificate_for_trl_alone(tmp_path, trainer):
+    from agentrl.train.prove import prove
+
+    with pytest.raises(ConfigError, match=trainer):
+        prove(trainer, {}, load_config({"model": {"path": "m"}}), tmp_path)

@@ -5,6 +5,11 @@
     mcp_env.py           the tools of an MCP server, with tasks from a file
     mcp_server.py        an agentrl environment served as an MCP server
     openenv_env.py       an OpenEnv server
+    skyrl_env.py         an environment of SkyRL-gym
+    trl_env.py           a class for TRL's GRPOTrainer(environment_factory=)
+    games_env.py         a turn-taking game of PettingZoo, one seat of it
+    textarena_env.py     a game of TextArena
+    rows_env.py          what those share whose tasks are rows of a file
     openenv_server.py    an agentrl environment served to OpenEnv clients
     trl_factory.py       an agentrl environment for TRL's GRPOTrainer(environment_factory=)
 

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import json
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.registry import register
-from agentrl.env.rows import read_rows
 from agentrl.env.secret import Secret
-from agentrl.errors import ConfigError, DataError, EnvUnavailable, ImageError, SessionLost
+from agentrl.errors import ConfigError, EnvUnavailable, ImageError, SessionLost
 from agentrl.images import Image, content_of_parts, read_image
 from agentrl.types import JSON, Action, Content, Task, ToolSpec
 from agentrl_adapters.packages import import_package, to_json
+from agentrl_adapters.rows_env import class_for, read_files
 
 if TYPE_CHECKING:
     from mcp.client import Client  # pyright: ignore
@@ -83,14 +81,11 @@ class McpEnvironment(Environment):
     @classmethod
     def for_target(cls, target: str) -> type[Environment]:
         """Returns the environment class for the id `mcp:TARGET`."""
-        return _for_target(cls, target)
+        return class_for(cls, "server", target)
 
     @classmethod
     async def load_shared(cls, config: McpConfig) -> Shared:
-        tasks = {}
-        for split, name in (("train", config.tasks), ("test", config.test)):
-            if name is not None:
-                tasks[split] = await asyncio.to_thread(_read_tasks, split, Path(name))
+        tasks = await asyncio.to_thread(read_files, config)
         connection = await Connection(config).open()
         try:
             tools = await connection.tools()
@@ -139,35 +134,6 @@ class McpEnvironment(Environment):
     async def close(self) -> None:
         if self.connection is not None:
             await self.connection.close()
-
-
-@functools.cache
-def _for_target(base: type[McpEnvironment], target: str) -> type[Environment]:
-    class Config(McpConfig):
-        server: str = target
-
-    # type() gives the class this module, in which `_for_target` can find it again.
-    return type("McpEnvironment", (base,), {"Config": Config, "__doc__": base.__doc__, "id": "mcp"})
-
-
-def _read_tasks(split: str, path: Path) -> list[Task]:
-    tasks: list[Task] = []
-    seen: dict[str, str] = {}
-    for number, (place, row) in enumerate(read_rows(path)):
-        prompt = row.pop("prompt", None)
-        if not isinstance(prompt, str | list) or not prompt:
-            raise DataError(f"{place}: `prompt` is missing; give a string or messages")
-        given = row.pop("id", None)
-        identifier = f"{split}/{number}" if given is None else str(given)
-        if identifier in seen:
-            raise DataError(f"{place}: the id {identifier!r} was given to {seen[identifier]}")
-        seen[identifier] = place
-        reference: Any = to_json(row.pop("reference", None))
-        metadata: Any = to_json(row)
-        tasks.append(Task(identifier, prompt, reference, metadata))
-    if not tasks:
-        raise DataError(f"{path} has no rows")
-    return tasks
 
 
 class Connection:

@@ -311,20 +311,20 @@ def test_it_passes_the_conformance_kit(shelf):
 
 @pytest.mark.parametrize("ids", [(1, "1"), ("a", "a")])
 def test_two_tasks_of_one_id_are_refused(tmp_path, ids):
-    from agentrl_adapters.mcp_env import _read_tasks
+    from agentrl_adapters.rows_env import read_tasks
 
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(json.dumps({"prompt": "q", "id": each}) + "\n" for each in ids))
     with pytest.raises(DataError, match="line 2"):
-        _read_tasks("train", file)
+        read_tasks("train", file)
 
 
 def test_a_null_id_is_no_id(tmp_path):
-    from agentrl_adapters.mcp_env import _read_tasks
+    from agentrl_adapters.rows_env import read_tasks
 
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": "q", "id": null}\n{"prompt": "q", "id": 0}\n')
-    assert [task.id for task in _read_tasks("train", file)] == ["train/0", "0"]
+    assert [task.id for task in read_tasks("train", file)] == ["train/0", "0"]
 
 
 def test_an_image_that_cannot_be_read_is_shown_as_a_text():

@@ -1,12 +1,15 @@
 """`agentrl import --prove`: TRL's own trainer and ours on one recorded batch."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("trl", reason="needs trl: see `make test-adapters`")
 
+from agentrl.cli.examples import example_file
 from agentrl.cli.importing import config_of, import_file
 from agentrl.cli.main import main
-from agentrl.cli.proving import TOLERANCE, prove
+from agentrl.train.prove import TOLERANCE, prove
 
 SAME = {
     "grpo": 'loss_type="grpo"',
@@ -40,7 +43,8 @@ def script(tmp_path, settings):
 
 def certificate(path):
     found = import_file(path)
-    return prove(found.trainer, found.given, config_of(found))
+    shape = example_file("quickstart/model/config.json").parent
+    return prove(found.trainer, found.given, config_of(found), shape)
 
 
 @pytest.mark.parametrize("settings", SAME.values(), ids=SAME)
@@ -65,3 +69,14 @@ def test_the_run_file_holds_the_certificate(tmp_path, capsys):
     assert "# Certificate:" in out.read_text()
     assert "largest difference" in capsys.readouterr().out
     assert main(["import", str(script(tmp_path, DIFFERS["not taken"])), "--prove"]) == 1
+
+
+def test_the_script_of_the_page_is_taken_whole(tmp_path):
+    page = Path(__file__).parents[3] / "docs" / "switching_from_trl.md"
+    path = tmp_path / "grpo.py"
+    path.write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
+    found = import_file(path)
+    assert found.left == []
+    assert found.keys["env.id"][0] == f"trl:{path}:Calculator"
+    assert found.keys["rollout.max_turns"][0] == 3
+    assert certificate(path).holds

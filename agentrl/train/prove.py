@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl.algo import merge_metrics, reduce_metrics
-from agentrl.cli.examples import example_file
 from agentrl.errors import ConfigError
 from agentrl.model.load import load_model
 from agentrl.train.batch import make_batch
@@ -118,13 +118,14 @@ def _apart(one: Tensor | float, other: Tensor | float) -> float:
     return float(((one - other).abs() / one.abs().clamp(min=1)).max())
 
 
-def prove(name: str, given: Mapping[str, Any], config: RunConfig) -> Certificate:
+def prove(name: str, given: Mapping[str, Any], config: RunConfig, shape: Path) -> Certificate:
     """Computes one update by another trainer's own code and by ours.
 
     Args:
         name: a name of `PEERS`; only `trl` has a trainer that computes on a CPU.
         given: the settings of its file.
         config: the imported run.
+        shape: directory of a small model, whose configuration and tokenizer are used.
 
     Raises:
         ConfigError: there is no certificate for this trainer, or its package is not installed.
@@ -142,7 +143,7 @@ def prove(name: str, given: Mapping[str, Any], config: RunConfig) -> Certificate
     size = given.get("num_generations", 8)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
-        _make_model(folder)
+        _make_model(shape, folder)
         samples = _record(folder, size if isinstance(size, int) else 8)
         served = given.get("use_vllm") is True
         if served:  # only a sampler of its own differs from the trainer
@@ -158,13 +159,12 @@ def prove(name: str, given: Mapping[str, Any], config: RunConfig) -> Certificate
 # the recorded batch ---------------------------------------------------------------------------
 
 
-def _make_model(folder: str) -> None:
-    """Saves a model of the quickstart's shape whose random weights are far from uniform."""
-    source = example_file("quickstart/model/config.json").parent
-    config = AutoConfig.from_pretrained(source, initializer_range=0.06, dtype=torch.float32)
+def _make_model(shape: Path, folder: str) -> None:
+    """Saves a model whose random weights give probabilities that are far from uniform."""
+    config = AutoConfig.from_pretrained(shape, initializer_range=0.06, dtype=torch.float32)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shape).save_pretrained(folder)
 
 
 def _record(folder: str, group_size: int) -> list[Sample]:
@@ -235,9 +235,9 @@ def _theirs(
     folder: str, samples: Sequence[Sample], given: Mapping[str, Any], *, served: bool
 ) -> Computed:
     from datasets import Dataset
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.utils import split_tensor_dict
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore
+    from trl.trainer.utils import split_tensor_dict  # pyright: ignore
 
     starts = [int(sample.loss_mask.argmax()) for sample in samples]
     cut = list(zip(samples, starts, strict=True))
