@@ -7,22 +7,26 @@ apt install chromium). Serves the runs and looks at their pages, wide and narrow
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
+from agentrl.rollout.index import TrajectoryIndex
 from agentrl.view import report
 from agentrl.view.runs import RunFiles
 
 OUT = Path(__file__).parent / "view"
 SIZES = {"": (1400, 900), "_narrow": (390, 844)}
 PICTURES = {
-    ("", "light"): ("runs", "run", "groups", "trajectory", "diagnosis"),
+    ("", "light"): ("runs", "run", "groups", "trajectory", "diagnosis", "edit", "fork"),
     ("", "dark"): ("runs", "trajectory"),
     ("_narrow", "light"): ("groups", "trajectory"),
     ("_narrow", "dark"): ("trajectory",),
@@ -35,7 +39,7 @@ NO_DITHER = Image.Dither.NONE
 def main(runs: Path, out: Path = OUT, *, every: bool = False) -> None:
     """Takes the pictures that the docs show, or every page in every size and theme."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    command = [sys.executable, "-m", "agentrl", "view", str(runs), "--port", "0"]
+    command = [sys.executable, "-m", "agentrl", "view", str(runs), "--port", "0", "--play"]
     all_pages = PICTURES["", "light"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -76,7 +80,10 @@ def show(page: Page, base: str, runs: Path, name: str) -> None:
         "groups": f"#/run/{quickstart}/groups?sort=oldest&show=mixed",
         "trajectory": f"#/run/{quickstart}/groups?sort=oldest&show=mixed",
         "diagnosis": f"#/run/{too_fast}/diagnosis",
-    }[name]
+    }.get(name, "")
+    if name in ("edit", "fork"):
+        step, offset, position, digit = corrected_guess(base, runs / "quickstart")
+        address = f"#/run/{quickstart}/t/{step}/{offset}?colour=logprob"
     page.goto("about:blank")
     page.goto(base + address)
     page.wait_for_selector("body[data-drawn] main h1")
@@ -87,6 +94,47 @@ def show(page: Page, base: str, runs: Path, name: str) -> None:
             page.locator(".tokenpanel").scroll_into_view_if_needed()
         else:
             page.locator(".tokens i").nth(30).hover()
+
+    if name in ("edit", "fork"):
+        page.wait_for_selector(".tokens i")
+        page.locator(".tokens i").nth(position).click()
+        page.get_by_role("button", name="sample from position").click()
+        page.get_by_label("text in its place").fill(digit)
+        if name == "fork":
+            page.get_by_role("button", name="sample", exact=True).click()
+            page.wait_for_selector(".forkresult")
+            page.locator(".fork").scroll_into_view_if_needed()
+            page.mouse.move(0, 0)
+
+
+@functools.cache
+def corrected_guess(base: str, run: Path) -> tuple[int, int, int, str]:
+    """Finds a wrong guess such that one of four branches is right once its first wrong digit is
+    corrected. Returns step, offset, the digit's position, and the right digit."""
+    path = f"{base}api/runs/{RunFiles(run).id}/trajectories"
+    for entry in TrajectoryIndex(run).refresh():
+        if entry.reward or entry.turns != 1 or entry.step > 5:
+            continue
+        place = f"{path}/{entry.step}/{entry.offset}"
+        tokens = json.loads(urlopen(f"{place}/tokens").read())
+        texts, first = tokens["texts"], tokens["sampled"].index(True) + 1
+        question = re.search(r"(\d+)([-+*])(\d+)=", "".join(texts))
+        if question is None:
+            continue
+        a, b = int(question[1]), int(question[3])
+        right = str({"+": a + b, "-": a - b, "*": a * b}[question[2]])
+        guessed = texts[first:-1]
+        wrong = next((n for n, digit in enumerate(right) if guessed[n : n + 1] != [digit]), None)
+        if wrong is None or wrong >= len(guessed):
+            continue
+        position, digit = first + wrong, right[wrong]
+        asked = {"row": 0, "player": "start", "position": position, "text": digit}
+        request = Request(f"{place}/fork", json.dumps(asked).encode())
+        request.add_header("Content-Type", "application/json")
+        branches = json.loads(urlopen(request).read())["branches"]
+        if sum(branch["reward"] or 0 for branch in branches) == 1:
+            return entry.step, entry.offset, position, digit
+    raise SystemExit(f"{run}: no wrong guess of which one branch in four is right")
 
 
 def demonstration(runs: Path, file: Path) -> None:

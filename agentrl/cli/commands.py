@@ -259,19 +259,39 @@ def regrade(folder: Path, /, *keys: Key, json_: Json = False) -> int:
 
 @app.command
 def compare(
-    first: Path, second: Path, /, *, difference: float | None = None, json_: Json = False
+    first: Path,
+    second: Path,
+    /,
+    *,
+    difference: float | None = None,
+    replay: bool = False,
+    json_: Json = False,
 ) -> int:
-    """Compare two evaluations of the same tasks.
+    """Compare two evaluations of the same tasks, or two training runs that should be equal.
 
-    Shows the difference task by task: its interval, a permutation test, the smallest difference
-    that so many tasks would show, and the tasks that changed most.
+    Of evaluations, shows the difference task by task: its interval, a permutation test, the
+    smallest difference that so many tasks would show, and the tasks that changed most.
+
+    Of training runs, finds the first step, trajectory, token and quantity in which they differ, and
+    the keys, packages and devices that do; the status is 1 if they differ.
 
     Args:
-        first: Folder of `agentrl eval --out`.
+        first: Folder of `agentrl eval --out`, or a run directory.
         second: Another one.
-        difference: Show how many tasks find a difference of this size, such as 0.02, in four of
-            five evaluations.
+        difference: Of evaluations: show how many tasks find a difference of this size, such as
+            0.02, in four of five evaluations.
+        replay: Of training runs: play and train the step that differs again, each from its own
+            checkpoint, to see which of the two does not repeat itself here.
     """
+    from agentrl.cli.compare_runs import compare_runs, is_training_run
+    from agentrl.errors import ConfigError
+
+    if is_training_run(first) and is_training_run(second):
+        if difference is not None:
+            raise ConfigError("--difference is for evaluations, and these are training runs")
+        return compare_runs(first, second, replay=replay, as_json=json_)
+    if replay:
+        raise ConfigError("--replay is for training runs, and these are evaluations")
     from agentrl.evaluate.compare import compare_command
 
     return compare_command(first, second, as_json=json_, wanted=difference)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import shutil
 import time
 from collections.abc import Coroutine, Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from agentrl.config import (
@@ -27,6 +29,7 @@ from agentrl.errors import ConfigError, DataError, EnvError, StallError, Trainin
 from agentrl.inference.base import SamplingParams
 from agentrl.model import ranks
 from agentrl.model.load import identity_of
+from agentrl.model.logprobs import computing_device
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.log import TrajectoryLog
@@ -61,7 +64,7 @@ from agentrl.train.trainer import Trainer, make_trainer
 from agentrl.train.turns import leave_device
 from agentrl.types import JSON
 from agentrl.view.display import Display
-from agentrl.view.tracking import MetricsWriter, RunStatus, read_metrics
+from agentrl.view.tracking import MetricsWriter, RunStatus, read_metrics, write_software
 
 logger = logging.getLogger(__name__)
 
@@ -314,6 +317,7 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
             earlier=read_metrics(run.run_dir) if config.run.resume else (),
         ) as display,
     ):
+        write_software(run.run_dir, last_step, _device_of(run.trainer.model))
         trajectories = TrajectoryLog(run.run_dir, resume_step=last_step)
         if steps := run.profiler.unreached(last_step, config.run.num_steps):
             listed = ", ".join(map(str, steps))
@@ -322,6 +326,17 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
                 f"steps {last_step + 1} to {config.run.num_steps}"
             )
         yield Outputs(metrics, trajectories, signals, status, display)
+
+
+def _device_of(model: PreTrainedModel) -> dict[str, JSON]:
+    """Returns what of the machine can change a result."""
+    device = computing_device(model)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": f"{device.type} {name}",
+        "ranks": ranks.size(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def restore(run: Run) -> int:

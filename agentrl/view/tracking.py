@@ -14,10 +14,12 @@ import json
 import logging
 import math
 import os
+import platform
 import secrets
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import distributions
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, SupportsFloat
@@ -201,6 +203,34 @@ def _last_sign(run_dir: Path) -> float:
     """Returns when a run last wrote a file."""
     names = (STATUS_FILE, METRICS_FILE, "trajectories/index.jsonl")
     return max(p.stat().st_mtime for name in names if (p := run_dir / name).exists())
+
+
+SOFTWARE_FILE = "software.jsonl"
+
+
+def write_software(run_dir: Path, step: int, device: Mapping[str, JSON]) -> None:
+    """Appends what trains the steps after `step`: packages with their versions, Python, the system
+    and `device`. `agentrl compare` names what differs between two runs."""
+    packages = {each.name: each.version for each in distributions()}
+    said = {
+        "step": step,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **device,
+        **{f"package {name}": packages[name] for name in sorted(packages)},
+    }
+    with (run_dir / SOFTWARE_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(said) + "\n")
+
+
+def read_software(run_dir: Path) -> dict[str, JSON]:
+    """Returns what trained a run, by name: that of its newest start; {} if it did not say."""
+    try:
+        lines = (run_dir / SOFTWARE_FILE).read_text(encoding="utf-8").splitlines()
+        said = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return {key: value for key, value in said.items() if key != "step"}
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -20,8 +20,10 @@ from test_evaluations import REWARDS, evaluation
 from test_pictures import shown_run
 from test_report import hostile
 
+from agentrl.api import load_config, train
 from agentrl.evaluate.episodes import SUITE_FILE
 from agentrl.rollout import TrajectoryLog
+from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.signals import RowSignals, SignalLog
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 from agentrl.view.report import report_run
@@ -31,6 +33,7 @@ from agentrl.view.tracking import read_metrics
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FAILED = TrajectoryError("step", "env_error", "it broke")
+QUICKSTART = Path(__file__).parents[2] / "examples/quickstart/run.toml"
 WIDE, NARROW = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 
 
@@ -67,9 +70,9 @@ def watched(chromium, **options):
 
 
 @contextmanager
-def serving(*paths: Path) -> Iterator[tuple[str, subprocess.Popen]]:
+def serving(*paths: Path, options: tuple[str, ...] = ()) -> Iterator[tuple[str, subprocess.Popen]]:
     """`agentrl view` as a process of its own; its address."""
-    command = [sys.executable, "-m", "agentrl", "view", *map(str, paths), "--port", "0"]
+    command = [sys.executable, "-m", "agentrl", "view", *map(str, paths), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         line = server.stdout.readline()
@@ -746,3 +749,43 @@ def test_evaluations_are_compared_down_to_a_sample(tmp_path, page):
         page.locator(".matrix tbody tr a").first.click()
         drawn(page, "#/tasks")
         assert page.locator(".two h2 a").all_text_contents() == ["strong/sums", "weak/sums"]
+
+
+def test_a_page_samples_on_from_an_edited_token_and_from_an_edited_message(
+    tmp_path, chromium, page
+):
+    keys = [f"--run.dir={tmp_path / 'run'}", "--run.num_steps=1", "--eval.num_tasks=2"]
+    run = train(load_config(QUICKSTART, keys), quiet=True).run_dir
+    played = [entry for entry in TrajectoryIndex(run).refresh() if entry.turns == 1]
+    failed = next(entry for entry in played if not entry.reward and not entry.error)
+    address = f"#/run/{RunFiles(run).id}/t/{failed.step}/{failed.offset}"
+    with serving(run) as (url, _), watched(chromium, viewport=WIDE) as reading:
+        reading.goto(url + address)
+        reading.locator(".tokens i").last.click()
+        assert reading.get_by_role("button", name="sample").count() == 0
+    with serving(run, options=("--play",)) as (url, _):
+        page.goto(url + address)
+        page.wait_for_selector(".tokens i")
+        first = page.locator(".tokens i:not(.ctx)").first
+        first.click()
+        page.get_by_role("button", name="sample from position").click()
+        page.get_by_label("text in its place").fill("<tool_call>")
+        page.get_by_role("button", name="sample", exact=True).click()
+        page.wait_for_selector(".forkresult", timeout=60_000)
+        cards = page.locator(".branch")
+        assert cards.count() == 1 + 4
+        assert "recorded" in cards.first.inner_text()
+        for card in cards.all()[1:]:
+            assert "<tool_call>" in card.inner_text()
+            assert re.search(r"reward [01]", card.inner_text())
+            assert re.search(r"advantage [+-]?[0-9]", card.inner_text())
+        page.get_by_role("button", name="edit, and sample from here").last.click()
+        page.wait_for_selector("p:has-text('The next turn reads this text')")
+        written = page.get_by_label("text in its place")
+        assert written.input_value() == page.locator("article.message.user .body").inner_text()
+        written.fill("12*12=?")
+        page.get_by_role("button", name="sample", exact=True).click()
+        page.wait_for_selector(".forkresult:has-text('edited')", timeout=60_000)
+        page.set_viewport_size(NARROW)
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= NARROW["width"]

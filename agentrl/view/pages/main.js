@@ -96,7 +96,7 @@ function themed() {
   return "theme: " + chosen;
 }
 
-const themeSwitch = el("button.theme", { onclick: () => (keep("theme", THEMES[(THEMES.indexOf(kept("theme") || "auto") + 1) % 3]), (themeSwitch.textContent = themed())) }, themed());
+const themeSwitch = el("button.theme", { title: "light or dark; auto follows the system", onclick: () => (keep("theme", THEMES[(THEMES.indexOf(kept("theme") || "auto") + 1) % 3]), (themeSwitch.textContent = themed())) }, themed());
 darkSystem.addEventListener("change", themed);
 
 document.body.append(
