@@ -13,6 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -32,6 +34,8 @@ PICTURES = {
     ("_narrow", "dark"): ("trajectory",),
 }
 """Those that the docs show, by size and theme."""
+FORKS = ("edit", "fork")
+"""Of them, those of a viewer that plays."""
 MAX_DEMONSTRATION_BYTES = 150_000
 NO_DITHER = Image.Dither.NONE
 
@@ -39,34 +43,37 @@ NO_DITHER = Image.Dither.NONE
 def main(runs: Path, out: Path = OUT, *, every: bool = False) -> None:
     """Takes the pictures that the docs show, or every page in every size and theme."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    command = [sys.executable, "-m", "agentrl", "view", str(runs), "--port", "0", "--play"]
     all_pages = PICTURES["", "light"]
+    with serving(runs) as reading, serving(runs, "--play") as playing, sync_playwright() as api:
+        browser = api.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for (size, theme), names in PICTURES.items():
+            width, height = SIZES[size]
+            page = browser.new_page(
+                viewport={"width": width, "height": height},
+                color_scheme="dark" if theme == "dark" else "light",
+            )
+            for name in all_pages if every else names:
+                show(page, playing if name in FORKS else reading, runs, name)
+                suffix = size + ("_dark" if theme == "dark" else "")
+                picture = out / f"{name}{suffix}.png"
+                page.screenshot(path=picture)
+                few = Image.open(picture).convert("RGB").quantize(128, dither=NO_DITHER)
+                few.save(picture, optimize=True)  # a third of the size, and looks the same
+            page.close()
+        browser.close()
+    demonstration(runs, out / "demonstration.html")
+
+
+@contextmanager
+def serving(runs: Path, *options: str) -> Iterator[str]:
+    """Yields the address of a viewer of the runs."""
+    command = [sys.executable, "-m", "agentrl", "view", str(runs), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        base = next(line for line in server.stdout if "http://" in line).split()[0]
         try:
-            with sync_playwright() as playwright:
-                browser = playwright.chromium.launch(
-                    executable_path=chromium, args=["--no-sandbox"]
-                )
-                for (size, theme), names in PICTURES.items():
-                    width, height = SIZES[size]
-                    page = browser.new_page(
-                        viewport={"width": width, "height": height},
-                        color_scheme="dark" if theme == "dark" else "light",
-                    )
-                    for name in all_pages if every else names:
-                        show(page, base, runs, name)
-                        suffix = size + ("_dark" if theme == "dark" else "")
-                        picture = out / f"{name}{suffix}.png"
-                        page.screenshot(path=picture)
-                        few = Image.open(picture).convert("RGB").quantize(128, dither=NO_DITHER)
-                        few.save(picture, optimize=True)  # a third of the size, and looks the same
-                    page.close()
-                browser.close()
+            yield next(line for line in server.stdout if "http://" in line).split()[0]
         finally:
             server.terminate()
-    demonstration(runs, out / "demonstration.html")
 
 
 def show(page: Page, base: str, runs: Path, name: str) -> None:
@@ -81,7 +88,8 @@ def show(page: Page, base: str, runs: Path, name: str) -> None:
         "trajectory": f"#/run/{quickstart}/groups?sort=oldest&show=mixed",
         "diagnosis": f"#/run/{too_fast}/diagnosis",
     }.get(name, "")
-    if name in ("edit", "fork"):
+    position, digit = 0, ""
+    if name in FORKS:
         step, offset, position, digit = corrected_guess(base, runs / "quickstart")
         address = f"#/run/{quickstart}/t/{step}/{offset}?colour=logprob"
     page.goto("about:blank")
@@ -95,7 +103,7 @@ def show(page: Page, base: str, runs: Path, name: str) -> None:
         else:
             page.locator(".tokens i").nth(30).hover()
 
-    if name in ("edit", "fork"):
+    if name in FORKS:
         page.wait_for_selector(".tokens i")
         page.locator(".tokens i").nth(position).click()
         page.get_by_role("button", name="sample from position").click()

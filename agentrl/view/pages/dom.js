@@ -58,6 +58,11 @@ function append(node, children) {
   }
 }
 
+// A key or a metric, whose name is broken between its words where it has to be.
+function breakable(name) {
+  return String(name).split(/(?<=[/_.])/).map((part) => [part, el("wbr")]);
+}
+
 function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);

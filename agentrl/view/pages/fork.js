@@ -2,9 +2,14 @@
 // Sampling on from a token, or from an edited message: `agentrl view --play`. The branches stand beside
 // the recorded trajectory, from the fork on.
 
-function forkButton(one, text, detail) {
+function forkButton(one, text, detail, kind = "button.small") {
   if (!one.players?.length || stored) return null;
-  return el("button.small", { onclick: () => document.dispatchEvent(new CustomEvent("fork", { detail })) }, text);
+  return el(kind, { onclick: () => document.dispatchEvent(new CustomEvent("fork", { detail })) }, text);
+}
+
+function forkMessage(one, row, place) {
+  const reads = one.turns.find((turn) => turn.row === row && turn.message > place);
+  return reads && forkButton(one, "edit, and sample from here", { message: place, position: reads.start }, "button.link");
 }
 
 function forkPanel(page, path, one, row) {
@@ -38,7 +43,7 @@ function forkPanel(page, path, one, row) {
       go.disabled = false;
     };
     const what = detail.message === undefined ? ["the token ", el("code", {}, detail.text || "·"), ` at position ${detail.position}, and all before it as recorded. In its place:`] : [`message ${detail.message}, edited. The next turn reads this text in its place:`];
-    box.replaceChildren(el("h2", {}, "Sample from here"), el("p", {}, what), replaced, el("div.row.tools", {}, el("label.field", {}, el("span", {}, "played by"), player), el("label.field", {}, el("span", {}, "branches"), count), go, versionNote(one, row)), results);
+    box.replaceChildren(el("h2", {}, "Sample from here"), el("p", {}, what), replaced, el("div.row.tools", {}, el("label.field", {}, el("span", {}, "played by"), player), el("label.field", {}, el("span", {}, "branches"), count), go, versionNote(one)), results);
     box.scrollIntoView({ block: "nearest" });
     replaced.focus({ preventScroll: true });
   };

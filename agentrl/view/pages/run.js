@@ -120,7 +120,7 @@ async function runPage(page, id, parameters) {
       }
       const lines = [{ name: key, steps: curves.steps, x, values: smooth ? smoothed(values) : values, kind: "main" }];
       const chart = plot({ curves: lines, height: 92, limits: bounds(key), onstep, label: key, log, axis: over });
-      cards.push(el("div.card.small", {}, el("div.head", {}, el("span", { title: meaning[key] }, key), exports(key, () => chart, () => csvRows(lines, over)), el("span.value", { title: last === "–" ? "the last step has no value" : "of the last step" }, last)), chart));
+      cards.push(el("div.card.small", {}, el("div.head", {}, el("span", { title: meaning[key] }, breakable(key)), exports(key, () => chart, () => csvRows(lines, over)), el("span.value", { title: last === "–" ? "the last step has no value" : "of the last step" }, last)), chart));
     }
     if (cards.length) page.append(el("h2", {}, name), el("div.multiples", {}, cards));
   }

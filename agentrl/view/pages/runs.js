@@ -100,7 +100,7 @@ async function comparison(runs, metric, choose, parameters, choice) {
         {},
         el("h2", {}, "Where their configurations differ"),
         differing.length
-          ? el("div.scroll", {}, el("table.diff", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), found.map(({ run }) => el("th", {}, run.name)))), el("tbody", {}, differing.map((key) => el("tr", {}, el("td", {}, el("code", {}, key)), found.map(({ details }) => el("td", {}, el("code", {}, details.config[key] ?? "–"))))))))
+          ? el("div.scroll", {}, el("table.diff", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), found.map(({ run }) => el("th", {}, run.name)))), el("tbody", {}, differing.map((key) => el("tr", {}, el("td", {}, el("code", {}, breakable(key))), found.map(({ details }) => el("td", {}, el("code", {}, details.config[key] ?? "–"))))))))
           : el("p.faint", {}, "nowhere"),
       ),
     found.length === 2 && !stored && (await tasksCard(...found.map(({ run }) => run))),

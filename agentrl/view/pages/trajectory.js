@@ -151,18 +151,13 @@ function messageBox(message, place, turnNumber, one, path, row, formatted) {
       turn && turn.finish_reason !== "stop" && el("span.negative", {}, turn.finish_reason),
       turn && turn.parse_status === "malformed" && el("span.negative", {}, "malformed tool call"),
       turn && turn.row === row && el("button.link", { onclick: () => document.dispatchEvent(new CustomEvent("go", { detail: turn.start })) }, "its tokens"),
-      !turn && message.role !== "assistant" && !message.images.length && place < (one.turns.findLast((each) => each.row === row)?.message ?? 0) && forkButton(one, "edit, and sample from here", { message: place, position: nextTurn(one, row, place).start }),
+      !turn && message.role !== "assistant" && !message.images.length && forkMessage(one, row, place),
     ),
     textOf(message, "reasoning", path, row, place, null),
     folded(message, kind, textOf(message, "content", path, row, place, !formatted ? null : kind === "tool" ? result : markdown)),
     message.images.length > 0 && el("div.pictures", {}, message.images.map((sha256, i) => pictureOf(path, sha256, "image " + (i + 1)))),
     message.tool_calls.map((call) => callBox(call, formatted)),
   );
-}
-
-// The first turn of a row that reads a message.
-function nextTurn(one, row, place) {
-  return one.turns.find((turn) => turn.row === row && turn.message > place);
 }
 
 // An image of a message, small; a click shows it in full size. The server gives it by its hash, and a
