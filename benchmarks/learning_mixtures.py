@@ -5,7 +5,7 @@
 `mixed`: three environments in one run, beside a run of each alone that plays the same tasks of it
 in the same steps. `difficulty`: samplers on arithmetic with numbers of 1 to 6 digits, 256 training
 tasks. Every run is a process with one thread, which trains the example's model and evaluates it on
-held-out tasks. A run that `--out` holds is not repeated. At the end the table of docs/mixtures.md
+held-out tasks. A run that `--out` holds is not repeated. At the end a table
 is printed, with 95% intervals of Student's t over the seeds.
 """
 

@@ -50,6 +50,11 @@ def configuration() -> str:
         "what the run would: keys, `env.id`, `env.config` and the dialect.",
         "The keys of `[objective]` are explained with their formulas in",
         "[algorithms.md](algorithms.md). A section opens at a click.",
+        "",
+        "```",
+        "agentrl train RUN.toml --rollout.group_size 16 --dry-run",
+        "agentrl train --help-all",
+        "```",
     ]
     keys = valid_keys()
     lines += [
@@ -154,7 +159,11 @@ def environment_keys() -> str:
         "# Keys of the environments",
         "",
         "The keys of `env.config`: `--env.config.digits 2` on the command line, `config = {digits",
-        "= 2}` in a run file. `agentrl env info ID` prints any environment's, yours included.",
+        "= 2}` in a run file. This prints any environment's, yours included:",
+        "",
+        "```",
+        "agentrl env info math",
+        "```",
     ]
     for name in SHIPPED:
         config = resolve(name).Config
@@ -331,6 +340,10 @@ def metrics() -> str:
         "A run appends one line per step to `metrics.jsonl`; these are its keys. A name in `<>`",
         "stands for several. Which to look at when a run does not learn:",
         "[troubleshooting.md](troubleshooting.md).",
+        "",
+        "```",
+        "agentrl view runs/quickstart          # their curves",
+        "```",
     ]
     section = ""
     for name, text in METRICS.items():

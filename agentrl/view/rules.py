@@ -557,7 +557,8 @@ RULES = [
         "Agents' calls are answered",
         "read the reasons in the log and mend the agent",
         "The endpoint refused calls of the agent, so its episode ended early or went on without "
-        "an answer. The log has each reason once, a trajectory's info its own (docs/agents.md).",
+        "an answer. The log has each reason once, a trajectory's info its own "
+        "(docs/agent_endpoint.md).",
         "rollout/refused_calls",
         _refused_calls,
     ),

@@ -2,7 +2,8 @@
 
 Each plays the scripted episodes of `agentrl doctor --play`, which show its rows and why they begin,
 and episodes on the quickstart's model, whose tokens and log-probabilities have to be the trainer's.
-`pytest -s` prints a line of the table in docs/agents.md for each. `make test-agents` installs them;
+`pytest -s` prints a line of figures for each (docs/agent_endpoint.md). `make test-agents` installs
+them;
 those that are slow to import are left to `make test-agents-nightly`.
 """
 
