@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import tomllib
 import typing
 from collections.abc import Callable
 from functools import partial
@@ -148,8 +149,6 @@ def hand_words(page: Path) -> int:
 
 NOT_COUNTED = ("changelog.md", "options.md")
 """The changelog, and a page that tests/test_options.py writes."""
-SHIPPED = ("math", "search", "swebench", "harbor", "gymnasium", "reasoning-gym", "mcp", "openenv")
-"""The environments whose keys have a page."""
 
 
 def environment_keys() -> str:
@@ -165,8 +164,9 @@ def environment_keys() -> str:
         "agentrl env info math",
         "```",
     ]
-    for name in SHIPPED:
-        config = resolve(name).Config
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    for name, target in project["entry-points"]["agentrl.environments"].items():
+        config = resolve(target).Config
         lines += ["", f"## {name}", "", "| key | type | default | |", "|---|---|---|---|"]
         lines += _environment_rows(config, "")
     return "\n".join(lines) + "\n"

@@ -3,8 +3,7 @@
 Each plays the scripted episodes of `agentrl doctor --play`, which show its rows and why they begin,
 and episodes on the quickstart's model, whose tokens and log-probabilities have to be the trainer's.
 `pytest -s` prints a line of figures for each (docs/agent_endpoint.md). `make test-agents` installs
-them;
-those that are slow to import are left to `make test-agents-nightly`.
+them; those that are slow to import are left to `make test-agents-nightly`.
 """
 
 import asyncio
