@@ -29,6 +29,7 @@ from agentrl.env.container.engine import (
     remove,
 )
 from agentrl.env.container.output import Clip, Streams, take_frames
+from agentrl.env.container.system_calls import seccomp_options
 from agentrl.errors import EnvError
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class Container:
         its_labels = container_labels or labels("environment", "episode")
 
         def start(client: DockerClient) -> tuple[str, Any]:
-            container_id = client.containers.create(**_arguments(spec, its_labels)).id or ""
+            container_id = client.containers.create(**_arguments(client, spec, its_labels)).id or ""
             lease = None
             try:
                 # It was created with StdinOnce, so it reads the end of its input when this
@@ -464,9 +465,11 @@ class Container:
             raise
 
 
-def hardened(*, memory: int | str, cpus: float, max_processes: int) -> dict[str, Any]:
+def hardened(
+    client: DockerClient, *, memory: int | str, cpus: float, max_processes: int
+) -> dict[str, Any]:
     """Returns arguments for `client.containers.create` that drop all capabilities and every way to
-    regain them, make the file system read-only, and set limits.
+    regain them, make the file system read-only, and limit system calls and resources.
 
     Args:
         memory: in bytes, or as text that the engine reads, such as `2g`; swap included.
@@ -475,7 +478,7 @@ def hardened(*, memory: int | str, cpus: float, max_processes: int) -> dict[str,
     return {
         "read_only": True,
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges"],
+        "security_opt": ["no-new-privileges", *seccomp_options(client)],
         "mem_limit": memory,
         "memswap_limit": memory,
         "nano_cpus": int(cpus * 1e9),
@@ -483,11 +486,13 @@ def hardened(*, memory: int | str, cpus: float, max_processes: int) -> dict[str,
     }
 
 
-def _arguments(spec: ContainerSpec, container_labels: dict[str, str]) -> dict[str, Any]:
+def _arguments(
+    client: DockerClient, spec: ContainerSpec, container_labels: dict[str, str]
+) -> dict[str, Any]:
     from docker.types import LogConfig, Ulimit
 
     memory = spec.memory_mb << 20
-    limits = hardened(memory=memory, cpus=spec.cpus, max_processes=spec.max_processes)
+    limits = hardened(client, memory=memory, cpus=spec.cpus, max_processes=spec.max_processes)
     return limits | {
         "image": spec.image,
         "entrypoint": ["/bin/bash", "-c", _FIRST_PROCESS.format(life_s=spec.life_s)],

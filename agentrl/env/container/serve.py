@@ -124,7 +124,7 @@ def start_server(
     container = None
     try:
         with engine_errors():
-            limits = hardened(memory=memory, cpus=cpus, max_processes=max_processes)
+            limits = hardened(client, memory=memory, cpus=cpus, max_processes=max_processes)
             container = client.containers.create(
                 image,
                 **limits,

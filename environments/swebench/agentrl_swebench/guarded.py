@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from agentrl.env.container.engine import remove
+from agentrl.env.container.system_calls import seccomp_options
 
 if TYPE_CHECKING:
     import docker
@@ -46,6 +47,10 @@ class _GuardedContainers:
         if not self._options["sys_admin"]:
             arguments.pop("cap_add", None)
         arguments |= self._options["arguments"]
+        sys_admin = "SYS_ADMIN" in (arguments.get("cap_add") or ())
+        options = seccomp_options(self._client, sys_admin=sys_admin)
+        if options:
+            arguments["security_opt"] = [*(arguments.get("security_opt") or ()), *options]
         container = self._client.containers.create(image, command, **arguments)
         self._watch.follow(self._client, str(container.id))
         self._watch.image_id = self._client.images.get(image).id or ""

@@ -356,6 +356,12 @@ class _Recorder:
     def events(self, **arguments):
         return iter([])
 
+    def version(self):
+        return {}
+
+    def info(self):
+        return {"SecurityOptions": ["name=seccomp,profile=default"]}
+
 
 @needs_docker_package
 @pytest.mark.parametrize("sys_admin", [False, True])
@@ -367,4 +373,6 @@ def test_guarded_client_adds_limits_and_passes_the_rest(sys_admin):
     assert real.created["network_mode"] == "none" and real.created["init"] is True
     assert (real.created["name"], real.created["user"]) == ("n", "root")
     assert ("cap_add" in real.created) is sys_admin
+    (profile,) = real.created["security_opt"]
+    assert ('"mount"' in profile) is sys_admin and '"mincore"' in profile
     assert guarded.images is real and guarded.containers.get("n") is real
