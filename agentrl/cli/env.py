@@ -225,6 +225,81 @@ def check(
 
 
 @app.command
+def attack(
+    id: Id,
+    /,
+    *,
+    config: Config = (),
+    url: str | None = None,
+    token: str | None = None,
+    split: str | None = None,
+    tasks: Positive = 8,
+    success: float = 1.0,
+    json_: Json = False,
+) -> int:
+    """Play cheaters against an environment.
+
+    Each does none of the work: it says nothing, repeats the question, gives every answer, writes
+    programs that equal everything, orders a judge about, misuses tools. Tools get shell commands
+    that write rewards, so play only environments whose tools run in a sandbox. The exit status is
+    1 if a cheater is paid in full on half of the tasks.
+
+    Args:
+        url: Play on this server, which has an environment of this id.
+        token: The server's token; by default the variable AGENTRL_ENV_TOKEN.
+        split: Task split; test, or the first where there is no such split.
+        tasks: Number of tasks, from the first.
+        success: Reward that counts as paid in full.
+    """
+    import asyncio
+    import dataclasses
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from agentrl.config import RunConfig
+    from agentrl.env.client import connect
+    from agentrl.evaluate.red_team import Paid, play_cheaters
+
+    settings = _read_config(config)
+
+    async def played() -> list[Paid]:
+        client = connect(url, token=token)
+        try:
+            splits = (await client.info(id, settings)).splits
+            chosen = split or ("test" if "test" in splits else next(iter(splits), "test"))
+            run = RunConfig.model_validate(
+                {
+                    "model": {"path": "cheaters"},  # no model acts
+                    "env": {"id": id, "config": settings},
+                    "eval": {"split": chosen, "num_tasks": tasks, "success_threshold": success},
+                }
+            )
+            return await play_cheaters(run, client)
+        finally:
+            await client.aclose()
+
+    found = asyncio.run(played())
+    if json_:
+        for each in found:
+            print(json.dumps(dataclasses.asdict(each) | {"is_paid": each.is_paid}))
+        return int(any(each.is_paid for each in found))
+    table = Table(box=None, pad_edge=False)
+    for name in ("cheater", "mean reward", "paid in full", "failed"):
+        table.add_column(name, justify="left" if name == "cheater" else "right")
+    for each in found:
+        failed = ", ".join(f"{count} {code}" for code, count in each.errors.items())
+        full = f"{each.num_full} of {each.num_tasks}"
+        style = "bold red" if each.is_paid else None
+        table.add_row(each.name, f"{each.average:.3g}", full, failed, style=style)
+    Console().print(table)
+    paid = [each.name for each in found if each.is_paid]
+    if paid:
+        print(f"\npaid without work: {', '.join(paid)}; mend the grader before you train on it")
+    return int(bool(paid))
+
+
+@app.command
 def play(
     id: Id,
     /,

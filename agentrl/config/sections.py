@@ -851,6 +851,10 @@ class EvalSection(EvalKeys):
     sets: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], EvalSet] = Field(default_factory=dict)
     """Several named evaluations during training. Each is a table `[eval.sets.NAME]` with the keys
     that differ from `[eval]`, and `env` and `config` for another environment."""
+    red_team: bool = False
+    """Play cheaters in the first evaluation, as `agentrl env attack` does: metrics `red_team/...`
+    show what each is paid. They give tools commands that write rewards, so tools must run in a
+    sandbox."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,6 +13,7 @@ from typing import Any
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
 from agentrl.evaluate.measure import evaluate, evaluation_metrics
+from agentrl.evaluate.red_team import play_cheaters, red_team_metrics
 from agentrl.inference.base import SamplingParams
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.mixture import Mixture
@@ -78,6 +79,7 @@ class HeldOut:
         self._default_interval = default_interval
         self._key, self._patience = config.run.keep_best, config.run.patience
         self._num_since = 0
+        self._cheaters_due = config.eval.red_team
 
     def is_due(self, step: int, config: RunConfig) -> bool:
         """Tells whether a step ends with evaluations.
@@ -157,4 +159,8 @@ class HeldOut:
                 on_progress=on_progress,
             )
             metrics |= evaluation_metrics(rollouts, config, name)
+            if self._cheaters_due:
+                paid = await play_cheaters(config, parts[part].env, capacity=parts[part].capacity)
+                metrics |= red_team_metrics(paid, name)
+        self._cheaters_due = False
         return metrics

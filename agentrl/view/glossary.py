@@ -150,6 +150,10 @@ METRICS: dict[str, str] = {
     "of at least `eval.success_threshold`).",
     "eval/error_fraction": "Samples of the evaluation that failed and count for nothing.",
     "eval/<set>/<metric>": "The same of each of several `[[env]]` or `eval.sets`.",
+    "red_team/paid": "Cheaters that the environment paid in full on half of the tasks or more "
+    "(`eval.red_team`).",
+    "red_team/<cheater>": "Mean reward of a cheater.",
+    "red_team/<set>/<cheater>": "The same of each of several evaluations.",
     # weights to servers
     "sync/seconds": "From the end of the update until all servers have the new weights.",
     "sync/write_s": "Of that, putting the weights where servers read them.",

@@ -490,6 +490,20 @@ UNIFORM_RISE = 1.5
 """Nats by which the entropy of a token rises where a policy falls apart into chance."""
 
 
+def _cheaters(seen: Evidence) -> Verdict:
+    """Looks at the whole run: cheaters play in its first evaluation only."""
+    keys = {key for row in seen.metrics for key in row if key.startswith("red_team/")}
+    most = {key: max(seen.values(key, slice(None)), default=0.0) for key in sorted(keys)}
+    paid = sum(value for key, value in most.items() if key.endswith("/paid"))
+    if not keys:
+        return None
+    if not paid:
+        return "no cheater was paid"
+    names = [key.rpartition("/")[2].replace("_", " ") for key, value in most.items() if value > 0]
+    names = [each for each in names if each != "paid"]
+    return Finding(f"{paid:g} paid without any work; rewarded: {', '.join(names)}")
+
+
 def _at(config: dict[str, Any], section: str, key: str) -> Any:
     table = config.get(section)
     return table.get(key) if isinstance(table, dict) else None
@@ -525,6 +539,14 @@ class Rule:
 
 
 RULES = [
+    Rule(
+        "cheaters",
+        "Cheaters are not paid",
+        "mend the grader: `agentrl env attack ID` plays the same cheaters in seconds",
+        "An agent that does none of the work is paid, so the policy may learn to do as it does.",
+        "red_team/paid",
+        _cheaters,
+    ),
     Rule(
         "servers",
         "Servers answer",

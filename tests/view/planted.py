@@ -47,6 +47,7 @@ FAULTS = {
     "clipping": {"metrics": {"policy/clip_fraction_high": 0.31, "policy/clip_fraction_low": 0.12}},
     "dead_gradients": {"metrics": {"train/grad_norm": 0.0}},
     "length_explosion": {"length": lambda step: 6 + step * 4},
+    "cheaters": {"metrics": {"red_team/paid": 1.0, "red_team/every_answer": 1.0}},
     "unseen_tools": {"metrics": {"env/unseen_tools": 2.0}},
     "refused_calls": {"metrics": {"rollout/refused_calls": 9}},
     "too_far": {
