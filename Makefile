@@ -149,7 +149,7 @@ test-harbor: $(VENV)/.dev $(HARBOR_VENV)/bin/harbor
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters $(RETRY)
 	$(ADAPTERS_VENV)/mcp/bin/python -m pytest tests/environments/adapters/test_adapter_mcp.py
-	$(ADAPTERS_VENV)/games/bin/python -m pytest $(addprefix tests/environments/adapters/test_adapter_,games.py skyrl.py tinker.py)
+	$(ADAPTERS_VENV)/others/bin/python -m pytest $(addprefix tests/environments/adapters/test_adapter_,games.py skyrl.py tinker.py verifiers.py)
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
 	$(ADAPTERS_VENV)/evaluations/bin/python -m pytest tests/cli/test_export.py
 
@@ -273,12 +273,12 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml $(VENV)/.dev
 	@# OpenEnv's packages want an older mcp.
 	$(call environment_over_venv,$(ADAPTERS_VENV)/mcp)
 	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
-	$(call environment_over_venv,$(ADAPTERS_VENV)/games)
+	$(call environment_over_venv,$(ADAPTERS_VENV)/others)
 	@# PettingZoo's classic games import pygame, and its card games rlcard.
-	@$(ADAPTERS_VENV)/games/bin/python -m pip install --quiet --editable '.[games,skyrl]' pygame rlcard $(ADAPTERS_TESTS) \
+	@$(ADAPTERS_VENV)/others/bin/python -m pip install --quiet --editable '.[games,skyrl,verifiers]' pygame rlcard $(ADAPTERS_TESTS) \
 		tinker==0.38.0 chz blobfile cloudpickle tiktoken termcolor tml-renderers
 	@# It wants a newer tml-renderers than every index has, and uses it for models of its service.
-	@$(ADAPTERS_VENV)/games/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	@$(ADAPTERS_VENV)/others/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
 	$(call environment_over_venv,$(ADAPTERS_VENV)/evaluations)
 	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet --editable '.[inspect]' pytest pytest-timeout
 	@touch $@

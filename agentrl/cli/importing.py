@@ -218,6 +218,14 @@ def _sizes(found: Imported, name: str, given: Mapping[str, Any]) -> None:
         if (batch := number("--global-batch-size")) and played:
             text = "--rollout-batch-size x --n-samples-per-prompt / --global-batch-size"
             whole("train.num_minibatches", played / batch, text)
+    sources = given.get("orchestrator.train.source")
+    if name == "prime-rl" and isinstance(sources, list) and len(sources) == 1:
+        taskset = dict(sources[0].get("env", {}).get("taskset", {}))
+        if taskset_id := taskset.pop("id", None):
+            found.set("env.id", f"verifiers:{taskset_id}", "orchestrator.train.source")
+            found.left = [line for line in found.left if "train.source" not in line]
+            if taskset:
+                found.set("env.config.settings", taskset, "its taskset")
     if name == "prime-rl" and "orchestrator.algo.type" not in given:
         found.set("objective.scale.kind", "none", "prime-rl's default, GRPO without a deviation")
     if name == "prime-rl" and (batch := number("orchestrator.batch_size")):

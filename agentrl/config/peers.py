@@ -909,7 +909,8 @@ PRIME_RL = Peer(
     "grpo",
     "prime-rl counts rollouts in a batch; here a step has groups. Its loss is its own: the run "
     "file starts from GRPO, and `objective` is yours to choose. Its environments are verifiers' "
-    "tasksets, which are written again as an `Environment` ([how](migration.md#verifiers)).",
+    "tasksets: `env.id` is `verifiers:PACKAGE`, or they are written again as an `Environment` "
+    "([which](migration.md#verifiers)).",
     (
         Row("max_steps", "run.num_steps"),
         Row("seq_len", "rollout.max_context_tokens"),
@@ -948,7 +949,7 @@ PRIME_RL = Peer(
         Row("orchestrator.train.sampling.temperature", "rollout.temperature"),
         Row("orchestrator.sampling.max_tokens", "rollout.max_turn_tokens"),
         Row("orchestrator.sampling.temperature", "rollout.temperature"),
-        Row("orchestrator.train.source", note="an environment: `env.id`"),
+        Row("orchestrator.train.source", note="`env.id`, as `verifiers:PACKAGE`"),
         Row("orchestrator.eval.source", note="an environment: `eval.sets`"),
         Row("orchestrator.train.env", note="an environment: `env.id`"),
         Row("orchestrator.env", note="an environment: `env.id`"),

@@ -7,6 +7,7 @@
     openenv_env.py       an OpenEnv server
     skyrl_env.py         an environment of SkyRL-gym
     trl_env.py           a class for TRL's GRPOTrainer(environment_factory=)
+    verifiers_env.py     a taskset of verifiers whose tasks are answered by one text
     tinker_env.py        a MessageEnv or ProblemEnv of tinker-cookbook
     games_env.py         a turn-taking game of PettingZoo, one seat of it
     textarena_env.py     a game of TextArena
