@@ -26,6 +26,8 @@ def train(
 ) -> int:
     """Train a policy with reinforcement learning.
 
+    Ctrl-C and SIGTERM end the run with a checkpoint and status 130; --resume continues it.
+
     Args:
         resume: Continue from the newest checkpoint of the run directory; an error if there is none.
         replay: Train on the trajectories that this run recorded, in place of new ones.
@@ -44,10 +46,12 @@ def train(
         import agentrl.train.loop  # noqa: F401
     from agentrl import api
     from agentrl.model import ranks
+    from agentrl.view.tracking import read_status
 
-    api.train(config, quiet=quiet)
+    result = api.train(config, quiet=quiet)
     ranks.end_process(0)
-    return 0
+    # A launcher of several ranks would take any other status than 0 for a failure.
+    return 130 if read_status(result.run_dir)["state"] == "stopped" else 0
 
 
 @app.command

@@ -157,6 +157,7 @@ async def _steps(
     warned = False  # of a mismatch between sampler and trainer; once is enough
     for step in range(last_step + 1, run.config.run.num_steps + 1):
         if run.held_out.reason_to_stop():
+            outputs.status.ended_early = True
             break
 
         # Rollout: the step's groups of episodes, played now, or by a stream during earlier steps.

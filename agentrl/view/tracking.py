@@ -150,6 +150,8 @@ class RunStatus:
         self._path, self._num_steps = run_dir / STATUS_FILE, num_steps
         self.step = step
         """The last that was finished; whoever trains sets it."""
+        self.ended_early = False
+        """Whether the run is over before its last step, because evaluations stopped improving."""
 
     def __enter__(self) -> Self:
         self._file = self._path.open("a+b")
@@ -164,7 +166,8 @@ class RunStatus:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        state = "finished" if self.step >= self._num_steps else "stopped"
+        is_over = self.ended_early or self.step >= self._num_steps
+        state = "finished" if is_over else "stopped"
         failed = isinstance(error, Exception)
         self._say("failed" if failed else state, str(error) if failed else "")
         self._file.close()

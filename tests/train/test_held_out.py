@@ -12,7 +12,7 @@ from agentrl.errors import ConfigError
 from agentrl.train.checkpoint import load_checkpoint
 from agentrl.train.held_out import HeldOut, default_interval
 from agentrl.train.loop import train
-from agentrl.view.tracking import read_metrics
+from agentrl.view.tracking import read_metrics, read_status
 
 SMALL = [
     *("--rollout.groups_per_step", "2", "--rollout.group_size", "2", "--eval.num_tasks", "4"),
@@ -118,6 +118,7 @@ def test_the_best_checkpoint_is_kept_and_the_run_ends_when_nothing_improves(
     rows = read_metrics(whole)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5], "0.5 is not raised at 3, 4 and 5"
     assert all({"eval/long/avg@1", "eval/greedy/error_fraction"} <= row.keys() for row in rows)
+    assert read_status(whole)["state"] == "finished"
     checkpoints = whole / "checkpoints"
     assert (checkpoints / "best").resolve().name == "step_000002"
     assert {path.name for path in checkpoints.iterdir()} == {"best", "step_000002", "step_000005"}

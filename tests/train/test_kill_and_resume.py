@@ -126,7 +126,7 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path, number, save):
     metrics_file = run_dir / "metrics.jsonl"
     assert wait_until(lambda: metrics_file.exists() and metrics_file.stat().st_size > 0, process)
     process.send_signal(number)
-    assert process.wait(30) == 0
+    assert process.wait(30) == 130
     steps = [row["step"] for row in read_metrics(run_dir)]
     assert (run_dir / "checkpoints" / f"step_{steps[-1]:06d}").is_dir()
     assert "--resume" in run_dir.with_suffix(".log").read_text()
