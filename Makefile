@@ -150,6 +150,8 @@ test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters $(RETRY)
 	$(ADAPTERS_VENV)/mcp/bin/python -m pytest tests/environments/adapters/test_adapter_mcp.py
 	$(ADAPTERS_VENV)/others/bin/python -m pytest $(addprefix tests/environments/adapters/test_adapter_,games.py skyrl.py tinker.py verifiers.py)
+	[ ! -e $(ADAPTERS_VENV)/nemo/.nemo ] || AGENTRL_NEMO_PYTHON=$(abspath $(ADAPTERS_VENV))/nemo/bin/python \
+		$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters/test_adapter_nemo_gym.py
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
 	$(ADAPTERS_VENV)/evaluations/bin/python -m pytest tests/cli/test_export.py
 
@@ -279,6 +281,10 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml $(VENV)/.dev
 		tinker==0.38.0 chz blobfile cloudpickle tiktoken termcolor tml-renderers
 	@# It wants a newer tml-renderers than every index has, and uses it for models of its service.
 	@$(ADAPTERS_VENV)/others/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	@# NeMo Gym wants Python 3.12 (0.7 GB), and is spoken to over HTTP.
+	@python3.12 -m venv $(ADAPTERS_VENV)/nemo && \
+		$(ADAPTERS_VENV)/nemo/bin/python -m pip install --quiet nemo-gym==0.4.0 && \
+		touch $(ADAPTERS_VENV)/nemo/.nemo || echo "no NeMo Gym: its tests are skipped"
 	$(call environment_over_venv,$(ADAPTERS_VENV)/evaluations)
 	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet --editable '.[inspect]' pytest pytest-timeout
 	@touch $@

@@ -8,6 +8,7 @@
     skyrl_env.py         an environment of SkyRL-gym
     trl_env.py           a class for TRL's GRPOTrainer(environment_factory=)
     verifiers_env.py     a taskset of verifiers whose tasks are answered by one text
+    nemo_gym_env.py      a resources server of NeMo Gym
     tinker_env.py        a MessageEnv or ProblemEnv of tinker-cookbook
     games_env.py         a turn-taking game of PettingZoo, one seat of it
     textarena_env.py     a game of TextArena

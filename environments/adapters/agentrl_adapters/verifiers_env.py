@@ -18,7 +18,7 @@ from pydantic import Field
 from agentrl.env.base import EnvConfig, Environment
 from agentrl.env.registry import register
 from agentrl.errors import ConfigError, GraderError
-from agentrl.types import Message, Task
+from agentrl.types import Task
 from agentrl_adapters.packages import import_package, to_json
 from agentrl_adapters.rows_env import class_for
 
@@ -79,7 +79,7 @@ class VerifiersEnvironment(Environment):
 
     def get(self, split: str, index: int) -> Task:
         data = self.shared[split][index].data
-        prompt: list[Message] = []
+        prompt: list[Any] = []
         if data.system_prompt:
             prompt.append({"role": "system", "content": data.system_prompt})
         if isinstance(data.prompt, str):
