@@ -152,9 +152,10 @@ class HarborEnvironment(Environment):
         splits: dict[str, list[str]] = {}
         for split, source in sources.items():
             compose = config.sandbox != "docker"
-            found = {
-                task.id: task for task in load_tasks(Path(source).expanduser(), compose=compose)
-            }
+            loaded = load_tasks(
+                Path(source).expanduser(), compose=compose, task_ids=config.task_ids
+            )
+            found = {task.id: task for task in loaded}
             for task in found.values():
                 if tasks.setdefault(task.id, task).folder.resolve() != task.folder.resolve():
                     raise DataError(f"two splits of source have different tasks named {task.id}")

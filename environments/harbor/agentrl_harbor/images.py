@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +14,8 @@ from agentrl.env.container.engine import ImageMissing, connect, engine_errors
 from agentrl.errors import DataError
 from agentrl_harbor.sandbox import Image
 from agentrl_harbor.task import EnvironmentTable, pack
+
+logger = logging.getLogger("agentrl.env")
 
 REPOSITORY = "agentrl/harbor"
 
@@ -96,5 +99,12 @@ def _built(client: Any, folder: Path, timeout_s: float) -> Image:
 
 def _image(found: Any) -> Image:
     config = found.attrs.get("Config") or {}
+    if entrypoint := config.get("Entrypoint"):
+        logger.warning(
+            "image %s: its ENTRYPOINT %s is not run, so a service that it starts is missing: start "
+            'it in the task, or set sandbox = "harbor:docker"',
+            (found.tags or [found.id])[0],
+            " ".join(entrypoint)[:80],
+        )
     user, workdir = config.get("User") or "0", config.get("WorkingDir") or "/"
     return Image(found.id, user, workdir, frozenset(), tuple(config.get("Volumes") or ()))

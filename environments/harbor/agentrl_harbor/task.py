@@ -10,11 +10,12 @@ A feature that a task needs and agentrl lacks is an error that names the key.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import tarfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
@@ -22,6 +23,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import DataError
+
+logger = logging.getLogger("agentrl.env")
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -244,14 +247,20 @@ class HarborTask:
     """Keys of `task.toml` that have no effect here."""
 
 
-def load_tasks(source: Path, *, compose: bool = False) -> list[HarborTask]:
+def load_tasks(
+    source: Path, *, compose: bool = False, task_ids: Collection[str] | None = None
+) -> list[HarborTask]:
     """Returns the task in a folder, or the tasks in its subfolders, sorted by folder name.
+
+    Of a folder of tasks, those that are invalid or need what agentrl lacks are left out, and a
+    warning counts them with the reason of the first.
 
     Args:
         compose: the sandbox can start compose files.
+        task_ids: the tasks that are wanted, none of which may be left out; None for all.
 
     Raises:
-        DataError: there is no task, or one is invalid; the error names its file and key.
+        DataError: there is no task, or none that is valid; the error names its file and key.
     """
     if (source / "task.toml").is_file():
         return [load_task(source, compose=compose)]
@@ -260,7 +269,25 @@ def load_tasks(source: Path, *, compose: bool = False) -> list[HarborTask]:
     found = [each for each in sorted(source.iterdir()) if (each / "task.toml").is_file()]
     if not found:
         raise DataError(f"source {source} has no task.toml and no folder with one")
-    return [load_task(each, compose=compose) for each in found]
+    tasks, problems = [], []
+    for each in found:
+        name = each.resolve().name
+        if task_ids is not None and name not in task_ids:
+            continue
+        try:
+            tasks.append(load_task(each, compose=compose))
+        except DataError as error:
+            if task_ids is not None:
+                raise
+            problems.append(error)
+    if problems and not tasks:
+        raise problems[0]
+    if problems:
+        left_out, reason = len(problems), problems[0]
+        logger.warning(
+            "source %s: %d of %d tasks are left out: %s", source, left_out, len(found), reason
+        )
+    return tasks
 
 
 def load_task(folder: Path, *, compose: bool = False) -> HarborTask:
@@ -280,16 +307,14 @@ def load_task(folder: Path, *, compose: bool = False) -> HarborTask:
         key = ".".join(map(str, problem["loc"]))
         raise DataError(f"{path}: {key}: {problem['msg']}") from error
     environment = _own(folder / "environment", folder)
-    files = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
-    composed = [environment / name for name in files if (environment / name).exists()]
-    # Harbor reads only a file of the first of these names.
-    if composed and not (compose and composed[0].name == files[0]):
+    composed = environment / "docker-compose.yaml"  # the only name that Harbor reads
+    has_services = composed.exists()
+    if has_services and not compose:
         raise DataError(
-            f"{composed[0]}: agentrl starts one container per task and no services of a compose "
-            f'file: with {files[0]}, set sandbox = "harbor:docker", or leave this task out with '
-            "`task_ids`"
+            f"{composed}: agentrl starts one container per task and no services of a compose file: "
+            'set sandbox = "harbor:docker", or leave this task out with `task_ids`'
         )
-    has_image = table.environment.docker_image is not None or composed
+    has_image = table.environment.docker_image is not None or has_services
     if not has_image and not (environment / "Dockerfile").is_file():
         raise DataError(
             f"{folder} has no environment/Dockerfile, and {path} no environment.docker_image"

@@ -151,7 +151,8 @@ def evaluate(
     checked = limits.read()
     instances = rows.load()
     reap_abandoned(10)
-    loaded = load_predictions(predictions, instances)
+    is_selection = bool(rows.instance_ids or rows.filter or rows.slice)
+    loaded = load_predictions(predictions, instances, is_selection=is_selection)
     out.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     with _progress() as progress:

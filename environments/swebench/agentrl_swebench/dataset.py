@@ -8,6 +8,7 @@ lack these and are refused.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from agentrl.env.data_sets import DATA_SETS, load_hub
 from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import DataError
 from agentrl_swebench.adapters import ADAPTERS, REFUSED, kind_of, unpacked
+
+logger = logging.getLogger("agentrl.env")
 
 _KNOWN = {
     name.removeprefix("swe-bench-"): each
@@ -263,13 +266,17 @@ def _hugging_face(name: str, split: str) -> Any:
     return splits[split]
 
 
-def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Prediction]:
+def load_predictions(
+    path: str | Path, instances: Sequence[Instance], *, is_selection: bool = False
+) -> list[Prediction]:
     """Returns predictions in an official format, in their file's order.
 
     Args:
         path: a `.jsonl` file, a `.json` file (a list, or an object by instance id), a folder of
             `agentrl eval --out`, whose name becomes the model's, or the word `gold` for the
             reference solutions of `instances`.
+        is_selection: the instances are some of a dataset. Predictions for others are left out, and
+            a warning counts them; otherwise they are an error.
 
     Raises:
         DataError: the file cannot be read or is empty, names an unknown instance or one twice, or
@@ -286,22 +293,28 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
             for number, row in enumerate(_json_list(path, "predictions"), start=1)
         ]
     elif path.suffix == ".jsonl":
-        rows = list(read_rows(path))
+        rows = list(_prediction_lines(path))
     else:
         raise DataError(
             f"predictions {path} must be a .jsonl or .json file, a folder, or the word gold"
         )
     known = {instance.instance_id for instance in instances}
     predictions: dict[str, Prediction] = {}
+    num_others = 0
     for place, row in rows:
         prediction = _parse_prediction(row, place)
+        if prediction.instance_id not in known and is_selection:
+            num_others += 1
+            continue
         if prediction.instance_id not in known:
             raise DataError(f"{place}: instance {prediction.instance_id} is not in the dataset")
         if predictions.get(prediction.instance_id, prediction) != prediction:
             raise DataError(f"{place}: a second, other prediction for {prediction.instance_id}")
         predictions[prediction.instance_id] = prediction
+    if num_others:
+        logger.warning("%s: %d predictions for other instances are left out", path, num_others)
     if not predictions:
-        raise DataError(f"{path} holds no predictions")
+        raise DataError(f"{path} holds no predictions{' for these instances' * is_selection}")
     names = sorted({prediction.model_name_or_path for prediction in predictions.values()})
     if len(names) > 1:
         raise DataError(
@@ -309,6 +322,25 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
             "one name, so put each model's predictions in a separate file"
         )
     return list(predictions.values())
+
+
+def _prediction_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of a JSONL file, also such as hold a half of a surrogate pair."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        place = f"{path}, line {number}"
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise DataError(f"{place}: not JSON ({error})") from error
+        if row is None and not line.strip():
+            continue
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: every line has to be a JSON object")
+        yield place, row
 
 
 def _played(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -337,7 +369,11 @@ def _parse_prediction(row: dict[str, Any], place: str) -> Prediction:
     patch = row.get("model_patch")
     if patch is not None and not isinstance(patch, str):
         raise DataError(f"{place}: model_patch must be text, or null for none")
-    return Prediction(row["instance_id"], row["model_name_or_path"], patch or "")
+    patch = patch or ""
+    whole = patch.encode(errors="replace").decode()
+    if whole != patch:  # the harness writes it to a file in UTF-8
+        logger.warning("%s: the patch holds halves of surrogate pairs; each becomes '?'", place)
+    return Prediction(row["instance_id"], row["model_name_or_path"], whole)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

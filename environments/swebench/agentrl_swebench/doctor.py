@@ -10,7 +10,6 @@ from typing import Literal
 from agentrl.env.container.engine import OWNER_LABEL, abandoned, connect
 from agentrl.errors import AgentRLError
 from agentrl_swebench import images
-from agentrl_swebench.adapters import tagged
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.grade import HARNESS_VERSION
 
@@ -61,8 +60,7 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
     else:
         yield "ok", "containers", f"{len(summaries)} in use, none left over"
     if instances:
-        local = {tag for image in client.images.list() for tag in image.tags}
-        missing = {each.image for each in instances if tagged(each.image) not in local}
+        missing = {each.image for each in instances if not images.is_local(client, each.image)}
         if missing:
             yield (
                 "note",

@@ -75,6 +75,17 @@ def free_bytes(client: docker.DockerClient) -> int | None:
         return None
 
 
+def is_local(client: docker.DockerClient, name: str) -> bool:
+    """Returns True if the engine has an image of this name; engines read names differently."""
+    from docker.errors import ImageNotFound
+
+    try:
+        client.images.get(name)
+    except ImageNotFound:
+        return False
+    return True
+
+
 def pull(
     client: docker.DockerClient,
     names: Iterable[str],

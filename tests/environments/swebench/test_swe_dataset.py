@@ -229,6 +229,24 @@ def test_bad_predictions_are_named(tmp_path, rows, message):
         load_predictions(write(tmp_path / "p.jsonl", *rows), instances)
 
 
+def test_predictions_for_other_instances_are_left_out_of_a_selection(tmp_path, caplog):
+    path = write(tmp_path / "p.jsonl", prediction(), prediction("c__d-9"))
+    instances = [parse_row(ROW, "")]
+    (kept,) = load_predictions(path, instances, is_selection=True)
+    assert kept.instance_id == "a__b-1" and "1 predictions for other instances" in caplog.text
+    with pytest.raises(DataError, match="for these instances"):
+        load_predictions(path, [parse_row(SECOND, "")], is_selection=True)
+
+
+def test_half_a_surrogate_pair_spoils_one_patch_and_not_the_file(tmp_path, caplog):
+    path = tmp_path / "p.jsonl"
+    rows = [prediction(patch="+x = '\ud800'"), prediction("a__b-2")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, two = load_predictions(path, [parse_row(ROW, ""), parse_row(SECOND, "")])
+    assert one.model_patch == "+x = '?'" and two.instance_id == "a__b-2"
+    assert f"{path}, line 1" in caplog.text
+
+
 def test_predictions_have_a_known_ending(tmp_path):
     with pytest.raises(DataError, match=r"\.jsonl or \.json"):
         load_predictions(tmp_path / "p.txt", [])
