@@ -175,8 +175,8 @@ def _memory(config: RunConfig) -> Finding:
     num_ranks = (parallel.data or 1) * parallel.context
     what = "memory of training" if num_ranks == 1 else f"memory of each of {num_ranks} ranks"
     try:
+        from agentrl.model.load import resolve_device
         from agentrl.train import memory
-        from agentrl.train.setup import resolve_device
 
         device = resolve_device(config.model.device).type
         there = memory.device_memory(device) // (num_ranks if device == "cpu" else 1)

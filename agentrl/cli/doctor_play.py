@@ -218,18 +218,13 @@ def _train_once(config: RunConfig, samples: list[Sample]) -> tuple[float, float,
         The mean and the largest difference between the sampler's and the trainer's
         log-probabilities, the seconds it took, and the number of trainable parameters.
     """
-    from agentrl.model.load import load_model, set_gradient_checkpointing
+    from agentrl.model.build import build
+    from agentrl.model.load import set_gradient_checkpointing
     from agentrl.model.logprobs import sample_logprobs
     from agentrl.model.lora import add_adapter
     from agentrl.model.rows import pack, plan_micro_batches
-    from agentrl.train.setup import resolve_device, resolve_dtype
 
-    model = load_model(
-        config.model.path,
-        dtype=resolve_dtype(config.model.dtype),
-        device=resolve_device(config.model.device),
-        max_tokens=config.rollout.max_context_tokens,
-    )
+    model = build(config.model.path, "sampler", config).module
     if config.model.lora.rank:
         add_adapter(model, config.model.lora, path=config.model.path)
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
@@ -271,8 +266,8 @@ def _memory_of_such_a_step(
 
     Yields nothing if such a step fills a micro-batch, which `doctor` has already estimated.
     """
+    from agentrl.model.load import resolve_device
     from agentrl.train import memory
-    from agentrl.train.setup import resolve_device
 
     episodes = config.rollout.groups_per_step * config.rollout.group_size
     tokens = sum(map(len, samples)) * episodes // num_played

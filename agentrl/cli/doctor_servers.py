@@ -272,9 +272,8 @@ async def _parity(
 ) -> Result:
     """Samples on the server and compares its log-probs with those of the trainer's model."""
     from agentrl.inference.base import SamplingParams
-    from agentrl.model.load import load_model, load_tokenizer
+    from agentrl.model.load import load_model, load_tokenizer, resolve_dtype
     from agentrl.model.logprobs import recomputed_logprobs
-    from agentrl.train.setup import resolve_dtype
 
     label = _json(await _ask(http, "GET", engine.label_path)).get("weight_version")
     if label is not None and str(label).isdecimal() and int(label) > 0:

@@ -258,6 +258,27 @@ def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
     return model
 
 
+def resolve_device(device: str) -> torch.device:
+    """Returns the torch device; `auto` is the GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: `device` is `cuda`, but torch sees no GPU.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "model.device = 'cuda', but torch sees no GPU; install a CUDA build of torch, or set "
+            "model.device = 'cpu'"
+        )
+    return torch.device(device)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """Returns the torch dtype of a `model.dtype`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
 def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:
     """Loads float32 master weights into host memory, exactly as the files hold them.
 

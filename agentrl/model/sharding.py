@@ -72,15 +72,6 @@ def load_model(
     return model
 
 
-def load_frozen(
-    path: str, *, dtype: torch.dtype, device: torch.device, max_tokens: int | None = None
-) -> PreTrainedModel:
-    """Loads and shards a model that is not trained: a reference or a teacher."""
-    model = load_model(path, dtype=dtype, device=device, max_tokens=max_tokens)
-    model.requires_grad_(False)
-    return shard(model, dtype=dtype, device=device)
-
-
 @dataclass(slots=True)
 class Frozen:
     """A model that is not trained, with the attributes of a `Learner` that checkpoints read."""
@@ -98,12 +89,6 @@ class Frozen:
                 each.to_local() if isinstance(each, DTensor) else each for each in (mine, its)
             )
             mine.copy_(its)
-
-
-def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:
-    """Loads master weights (`agentrl.model.load.load_masters`); None with several ranks, whose
-    float32 shards are the masters."""
-    return models.load_masters(path, dtype) if ranks.size() == 1 else None
 
 
 def shard(

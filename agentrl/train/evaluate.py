@@ -172,16 +172,10 @@ async def _engine(
             vocab_size=model_config(path).get_text_config().vocab_size,
         )
         return await stack.enter_async_context(aclosing(engine))
-    from agentrl.model.load import load_model
+    from agentrl.model.build import build
     from agentrl.train.serving import embedded_engine
-    from agentrl.train.setup import resolve_device, resolve_dtype
 
-    model = load_model(
-        path,
-        dtype=resolve_dtype(config.model.dtype),
-        device=resolve_device(config.model.device),
-        max_tokens=config.rollout.max_context_tokens,
-    )
+    model = build(path, "sampler", config).module
     engine = embedded_engine(config, model, for_agents=for_agents)
     return await stack.enter_async_context(aclosing(engine))
 

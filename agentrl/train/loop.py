@@ -31,6 +31,7 @@ from pathlib import Path
 from agentrl import runtime
 from agentrl.config import RunConfig
 from agentrl.model import ranks
+from agentrl.model.load import resolve_device
 from agentrl.model.logprobs import packing_of
 from agentrl.rollout.metrics import rollout_metrics, staleness_metrics
 from agentrl.rollout.mixture import Part, environment_metrics, merged
@@ -57,7 +58,7 @@ from agentrl.train.run import (
     warn_if_nothing_was_learned,
 )
 from agentrl.train.sampling import training_sampling
-from agentrl.train.setup import interruptible, newest_run, resolve_device
+from agentrl.train.setup import interruptible, newest_run
 from agentrl.train.signals import StepSignals
 from agentrl.train.turns import on_device
 from agentrl.types import Group, Sample, environment_of

@@ -40,11 +40,11 @@ from agentrl.inference.weights.sglang import FolderTransfer, TensorTransfer, Tor
 from agentrl.inference.weights.transfer import FileTransfer, Transfer, in_thread
 from agentrl.model import ranks
 from agentrl.model.adapter_files import ADAPTER_FOLDER, has_adapter, write_adapter
-from agentrl.model.load import load_model
+from agentrl.model.build import build
 from agentrl.model.logprobs import computing_device
 from agentrl.model.lora import add_adapter, base_of, is_adapter
 from agentrl.model.routes import make_replayable, routers_of
-from agentrl.model.tensors import computing_dtype, copy_trained, is_sharded
+from agentrl.model.tensors import copy_trained, is_sharded
 from agentrl.train.memory import (
     device_memory,
     share_for_servers,
@@ -276,12 +276,7 @@ async def _workers(config: RunConfig, urls: Sequence[str]) -> list[str]:
 
 def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
     """Loads a whole model for the embedded engine, because `model` is sharded."""
-    whole = load_model(
-        config.model.path,
-        dtype=computing_dtype(model),
-        device=computing_device(model),
-        max_tokens=config.rollout.max_context_tokens,
-    )
+    whole = build(config.model.path, "sampler", config).module
     if has_adapter(model):
         add_adapter(whole, config.model.lora, path=config.model.path)
     return whole

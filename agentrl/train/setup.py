@@ -147,27 +147,6 @@ def _numbered(config: RunConfig) -> list[Path]:
     return paths
 
 
-def resolve_device(device: str) -> torch.device:
-    """Returns the torch device; `auto` is the GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigError: `device` is `cuda`, but torch sees no GPU.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "model.device = 'cuda', but torch sees no GPU; install a CUDA build of torch, or set "
-            "model.device = 'cpu'"
-        )
-    return torch.device(device)
-
-
-def resolve_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype of a `model.dtype`."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
 def seed_everything(seed: int) -> None:
     """Seeds the random generators of Python, NumPy and torch."""
     random.seed(seed)

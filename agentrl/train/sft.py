@@ -29,6 +29,7 @@ from agentrl.model.load import (
     load_tokenizer,
     merge_adapter,
     require_empty,
+    resolve_device,
     save_model,
 )
 from agentrl.model.logprobs import sample_logprobs
@@ -40,7 +41,6 @@ from agentrl.model.text.template import HIDDEN_TOOLS
 from agentrl.rollout.messages import RequestRefused, read_messages, read_tools
 from agentrl.rollout.recorded import best_trajectories
 from agentrl.train.optimizer import Learner
-from agentrl.train.setup import resolve_device, resolve_dtype
 from agentrl.types import Message, Sample, TokenRow, ToolSpec, samples_of
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def sft(
         )
     model = load_model(
         model_path,
-        dtype=resolve_dtype("float32"),
+        dtype=torch.float32,
         device=resolve_device(device),
         max_tokens=max(map(len, kept)),
     )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl.config import TeacherSection
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.http import make_client, require_address
 from agentrl.inference.token_api import (
@@ -34,8 +34,7 @@ from agentrl.inference.token_api import (
     request_body,
 )
 from agentrl.model import ranks
-from agentrl.model.load import load_tokenizer
-from agentrl.model.sharding import load_frozen
+from agentrl.model.build import build
 from agentrl.runtime import retry
 from agentrl.types import Sample
 
@@ -213,48 +212,20 @@ class TeacherServer:
 
 
 async def make_teacher(
-    section: TeacherSection,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_tokens: int | None = None,
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel | TeacherServer | None:
     """Loads or connects to the teacher that the run file names; None if it names none.
-
-    Args:
-        max_tokens: tokens of the longest row that the teacher will compute.
 
     Raises:
         ConfigError: the teacher cannot be loaded or reached, or has another tokenizer than the
             policy.
     """
+    section = config.teacher
     if section.path is not None:
-        require_same_tokenizer(section.path, tokenizer, "teacher.path")
-        return load_frozen(section.path, dtype=dtype, device=device, max_tokens=max_tokens)
+        return build(section.path, "teacher", config, tokenizer).module
     if section.url is None:
         return None
     server = TeacherServer(section.url, model=section.model, token=section.token)
     if ranks.rank() == 0:  # the only rank that asks the server
         await server.require_tokenizer(tokenizer)
     return server
-
-
-def require_same_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """Checks that another model has the policy's tokenizer.
-
-    Args:
-        path: the model.
-        key: key of the run file that names it.
-
-    Raises:
-        ConfigError: its tokenizer has other tokens, or other ids for them.
-    """
-    its, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
-    if its != ours:
-        different = len(set(its.items()) ^ set(ours.items()))
-        raise ConfigError(
-            f"{key} = {path!r} has another tokenizer than the policy ({len(its)} tokens, the "
-            f"policy's has {len(ours)}; {different} entries differ); choose a model of the same "
-            "family"
-        )

@@ -16,27 +16,17 @@ from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig, with_change
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.model import ranks, sharding
-from agentrl.model.compile import compile_layers
-from agentrl.model.load import (
-    freeze_named,
-    load_model,
-    set_gradient_checkpointing,
-    train_tower,
-)
-from agentrl.model.logprobs import decoder_of, packing_of, sample_logprobs
-from agentrl.model.lora import add_adapter
-from agentrl.model.quantised import quantise, require_quantisation
-from agentrl.model.routers import freeze_routers, require_aux_loss
-from agentrl.model.routes import make_replayable
+from agentrl.model.build import build
+from agentrl.model.critic import Critic
+from agentrl.model.load import resolve_device
 from agentrl.rollout.scheduler import stable_seed
 from agentrl.train.batch import all_kept_are_known, make_batch, require_components
-from agentrl.train.critic import Critic, make_critic
 from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
 from agentrl.train.optimizer import Learner
-from agentrl.train.setup import resolve_device, resolve_dtype, seed_everything
+from agentrl.train.setup import seed_everything
 from agentrl.train.signals import StepSignals
 from agentrl.train.state import TrainState, capture_state
-from agentrl.train.teacher import TeacherServer, make_teacher, require_same_tokenizer
+from agentrl.train.teacher import TeacherServer, make_teacher
 from agentrl.train.update import UpdateOptions, update_policy
 from agentrl.types import JSON, Sample
 
@@ -208,78 +198,36 @@ async def make_trainer(
     """
     objective = config.objective
     seed_everything(config.run.seed)
-    device, dtype = resolve_device(config.model.device), resolve_dtype(config.model.dtype)
-    chooses = chooses_token_budget(config, device.type)
+    device_type = resolve_device(config.model.device).type
+    chooses = chooses_token_budget(config, device_type)
     if chooses:
-        config = with_token_budget(config, _fitting_token_budget(config, device.type))
-    longest = config.rollout.max_context_tokens
-    teacher = await make_teacher(
-        config.teacher, tokenizer, dtype=dtype, device=device, max_tokens=longest
-    )
+        config = with_token_budget(config, _fitting_token_budget(config, device_type))
+    teacher = await make_teacher(config, tokenizer)
     updates_per_step = config.train.num_epochs * config.train.num_minibatches
     num_updates = config.run.num_steps * updates_per_step
     critic = None
     if objective.needs_critic:
-        critic = make_critic(
-            config, tokenizer, dtype=dtype, device=device, total_updates=num_updates
+        built = build(config.critic.path or config.model.path, "critic", config, tokenizer)
+        critic = Learner(
+            built.module,
+            config.train.model_copy(update={"learning_rate": config.critic.learning_rate}),
+            total_updates=num_updates,
+            section="critic",
+            weights=built.weights,
         )
         num_updates -= config.critic.warmup_steps * updates_per_step
-    if config.model.quantization:
-        require_quantisation()
-        whole = load_model(
-            config.model.path, dtype=dtype, device=torch.device("cpu"), max_tokens=longest
-        )
-        model = quantise(whole, device)
-    else:
-        model = sharding.load_model(
-            config.model.path, dtype=dtype, device=device, max_tokens=longest
-        )
-    if not config.model.freeze_tower:
-        train_tower(model)
-    if config.model.freeze_router:
-        freeze_routers(model)
-    freeze_named(model, config.model.freeze)
-    if config.train.router_aux_loss:
-        require_aux_loss(model)
-    if config.train.router_replay:
-        make_replayable(model, probe=ranks.rank() == 0)
-        if config.model.gradient_checkpointing and not packing_of(model):
-            raise ConfigError(
-                f"train.router_replay: {type(model).__name__} runs one segment at a time, and when "
-                "the backward pass recomputes a layer, only the last segment's routes are known; "
-                "set model.gradient_checkpointing = false"
-            )
-    if config.model.lora.rank:
-        add_adapter(model, config.model.lora, path=config.model.path)
-    if config.model.quantization:
-        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-            parameter.data = parameter.data.to(dtype)  # PEFT took the dtype of the packed weights
-    set_gradient_checkpointing(model, config.model.gradient_checkpointing)
-    model = sharding.shard(model, dtype=dtype, device=device, optimizer=config.train.optimizer)
-    if config.model.compile:
-        compile_layers(
-            model,
-            decoder_of(model),
-            lambda micro: sample_logprobs(model, micro, temperature=1.0)[0],
-        )
+    policy = build(config.model.path, "policy", config)
     reference = None
-    named = config.model.reference
-    if "ref_logprobs" in objective.needs() and config.model.lora.rank and not named:
-        reference = model  # `without_adapter` makes it the frozen base
-    elif "ref_logprobs" in objective.needs():
-        if named:
-            require_same_tokenizer(named, tokenizer, "model.reference")
-        reference = sharding.load_frozen(
-            named or config.model.path, dtype=dtype, device=device, max_tokens=longest
-        )
-        if config.model.reference_every:
-            _require_same_shapes(reference, model)
+    if "ref_logprobs" in objective.needs():
+        named = config.model.reference
+        if config.model.lora.rank and not named:
+            reference = policy.module  # `without_adapter` makes it the frozen base
+        else:
+            reference = build(named or config.model.path, "reference", config, tokenizer).module
+            if config.model.reference_every:
+                _require_same_shapes(reference, policy.module)
     learner = Learner(
-        model,
-        config.train,
-        total_updates=num_updates,
-        # With an adapter nothing else is trained, and its weights do not come from a file.
-        weights=None if config.model.lora.rank else sharding.load_masters(config.model.path, dtype),
+        policy.module, config.train, total_updates=num_updates, weights=policy.weights
     )
     return Trainer(
         config=config,

@@ -39,8 +39,10 @@ from agentrl.algo import (
     value_loss,
     value_targets,
 )
+from agentrl.algo.aggregate import trained_mask
 from agentrl.config import TrainSection
 from agentrl.model import context, ranks
+from agentrl.model.critic import Critic
 from agentrl.model.logprobs import (
     computing_device,
     sample_logprobs,
@@ -50,7 +52,6 @@ from agentrl.model.logprobs import (
 from agentrl.model.lora import without_adapter
 from agentrl.model.routers import aux_loss
 from agentrl.model.rows import MicroBatch, bundles, cost, deal, pack, share_of
-from agentrl.train.critic import Critic, explained_variance
 from agentrl.train.optimizer import Learner, Update
 from agentrl.train.signals import StepSignals
 from agentrl.train.teacher import TeacherServer
@@ -497,6 +498,21 @@ def agreement(part: Batch, logprobs: Tensor, has_moved: bool) -> dict[str, Metri
         "policy/fresh_diff_turn_max": largest(of_turn),
         "policy/fresh_diff_far": Metric("mean", ((gap > FAR_OFF).double().sum(), total)),
     }
+
+
+def explained_variance(objective: Objective, batch: Batch) -> float | None:
+    """Computes 1 - Var(G - V) / Var(G) over the trained tokens, V before the update and G its
+    target.
+
+    A perfect critic has 1, one that knows only the mean has 0. None if G does not vary.
+    """
+    assert batch.values is not None and batch.returns is not None
+    mask = trained_mask(objective, batch)
+    returns, values = batch.returns[mask].double(), batch.values[mask].double()
+    variance = returns.var(correction=0)
+    if len(returns) == 0 or variance <= 1e-12:
+        return None
+    return float(1 - (returns - values).var(correction=0) / variance)
 
 
 def _of_all_ranks(metrics: Mapping[str, Metric]) -> list[dict[str, Metric]]:

@@ -18,10 +18,9 @@ from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.inference.embedded import EmbeddedEngine
-from agentrl.model.load import load_model, load_tokenizer
+from agentrl.model.load import load_model, load_tokenizer, resolve_dtype
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.command import CommandRunner
-from agentrl.train.setup import resolve_dtype
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 CONTEXT = 65_536

@@ -22,11 +22,10 @@ from agent_play import LIMITS, TASKS, Recording, play, require_trained_alike
 from agentrl.cli.doctor_agent import check
 from agentrl.config import AgentRole, AgentSection
 from agentrl.inference.embedded import EmbeddedEngine
-from agentrl.model.load import load_model, load_tokenizer
+from agentrl.model.load import load_model, load_tokenizer, resolve_dtype
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents, CallableRunner, make_agents
 from agentrl.rollout.agent.server import AgentServer
-from agentrl.train.setup import resolve_dtype
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "examples" / "quickstart" / "model"

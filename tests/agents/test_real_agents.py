@@ -32,9 +32,8 @@ from tokenizers_for_tests import make_tokenizer
 
 from agentrl.config import AgentRole
 from agentrl.inference.embedded import EmbeddedEngine
-from agentrl.model.load import load_model, load_tokenizer
+from agentrl.model.load import load_model, load_tokenizer, resolve_dtype
 from agentrl.model.text.renderer import Renderer
-from agentrl.train.setup import resolve_dtype
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "quickstart" / "model")
 

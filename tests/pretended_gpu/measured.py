@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from agentrl.config import RunConfig
 from agentrl.model import attention, context, logprobs, sharding
 from agentrl.model.attention import SHARED_ATTENTION_NAME
+from agentrl.model.critic import Critic
 from agentrl.model.head import _TrainedLogprobs
 from agentrl.model.load import set_gradient_checkpointing
 from agentrl.model.logprobs import decoder_of, sample_logprobs
@@ -34,7 +35,6 @@ from agentrl.model.lora import add_adapter, without_adapter
 from agentrl.model.rows import MicroBatch, pack
 from agentrl.model.tensors import CheckpointTensors
 from agentrl.train import optimizer
-from agentrl.train.critic import Critic
 from agentrl.train.optimizer import Learner
 from agentrl.types import Sample
 

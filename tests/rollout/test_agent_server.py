@@ -130,8 +130,7 @@ async def solve_quickstart(task, base_url, api_key):
 def test_episodes_on_one_path_give_the_rows_of_the_driver_bit_for_bit():
     """Sampled by the real engine with the quickstart's model."""
     from agentrl.inference.embedded import EmbeddedEngine
-    from agentrl.model.load import load_model, load_tokenizer
-    from agentrl.train.setup import resolve_dtype
+    from agentrl.model.load import load_model, load_tokenizer, resolve_dtype
 
     renderer = Renderer(load_tokenizer(str(MODEL)))
     model = load_model(str(MODEL), dtype=resolve_dtype("float32"), device="cpu")

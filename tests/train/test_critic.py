@@ -11,9 +11,12 @@ from transformers import AutoTokenizer
 from agentrl.algo import Batch, Objective
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.model.build import build
+from agentrl.model.critic import Critic
 from agentrl.model.load import load_model
 from agentrl.model.rows import pack
-from agentrl.train.critic import Critic, explained_variance, make_critic
+from agentrl.train.optimizer import Learner
+from agentrl.train.update import explained_variance
 from agentrl.types import Sample
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -37,21 +40,19 @@ def values_of(critic: Critic, *samples: Sample) -> torch.Tensor:
 def test_it_starts_at_zero_and_owns_its_weights():
     model = load_model(str(MODEL), dtype=torch.float32, device="cpu")
     config = RunConfig.model_validate(
-        {"model": {"path": str(MODEL)}, "critic": {"learning_rate": 0.5}, "objective": {}}
+        {"model": {"path": str(MODEL), "device": "cpu"}, "objective": {}}
     )
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    learner = make_critic(
-        config, tokenizer, dtype=torch.float32, device=torch.device("cpu"), total_updates=1
-    )
-    assert learner.config.learning_rate == 0.5
-    assert values_of(learner.model, sample_of([5, 6, 7], [0, 1, 1])).tolist() == [0, 0]
-    ours, its = learner.model.backbone.state_dict(), model.get_decoder().state_dict()
+    critic = build(str(MODEL), "critic", config, tokenizer).module
+    assert values_of(critic, sample_of([5, 6, 7], [0, 1, 1])).tolist() == [0, 0]
+    ours, its = critic.backbone.state_dict(), model.get_decoder().state_dict()
     assert ours.keys() == its.keys()
     for name, tensor in its.items():
         assert torch.equal(ours[name], tensor)
     # Everything the optimizer moves is the critic's, head included.
-    moved = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
-    assert moved == {id(p) for p in learner.model.parameters()}
+    optimizer = Learner(critic, config.train, total_updates=1).optimizer
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert moved == {id(p) for p in critic.parameters()}
 
 
 def test_a_value_is_that_of_the_state_before_the_token(critic):
@@ -128,9 +129,7 @@ def test_a_critic_with_another_tokenizer_is_refused(tmp_path):
         {"model": {"path": str(MODEL)}, "critic": {"path": str(other)}}
     )
     with pytest.raises(ConfigError, match=r"critic.path = .* another tokenizer .* 1 entries"):
-        make_critic(
-            config, tokenizer, dtype=torch.float32, device=torch.device("cpu"), total_updates=1
-        )
+        build(str(other), "critic", config, tokenizer)
 
 
 def test_a_warm_up_without_end_is_refused():

@@ -8,7 +8,8 @@ import torch
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.train.setup import interruptible, resolve_device, run_directory
+from agentrl.model.load import resolve_device
+from agentrl.train.setup import interruptible, run_directory
 
 
 def config(tmp_path, **run) -> RunConfig:

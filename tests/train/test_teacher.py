@@ -17,7 +17,7 @@ from samples_for_tests import sample_of
 from transformers import AutoTokenizer, PreTrainedModel
 from web_servers import in_thread, listening
 
-from agentrl.config import RunConfig, TeacherSection
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.token_api import COMPLETIONS
 from agentrl.model.load import load_model
@@ -150,8 +150,10 @@ def test_answers_that_break_the_contract_are_errors(model, tokenizer, faults, re
 
 
 async def made(tokenizer, **section):
-    kwargs = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return await make_teacher(TeacherSection(**section), tokenizer, **kwargs)
+    config = RunConfig.model_validate(
+        {"model": {"path": str(MODEL), "device": "cpu"}, "teacher": section}
+    )
+    return await make_teacher(config, tokenizer)
 
 
 async def test_another_tokenizer_is_refused_before_the_run(model, tokenizer, tmp_path):

@@ -13,6 +13,7 @@ from samples_for_tests import sample_of
 from agentrl.algo import PRESETS, Objective
 from agentrl.config import RunConfig, TrainSection, load_config
 from agentrl.errors import ConfigError
+from agentrl.model.critic import Critic
 from agentrl.model.load import load_model
 from agentrl.model.logprobs import backbone_hidden
 from agentrl.model.rows import pack
@@ -24,7 +25,6 @@ from agentrl.train.batch import (
     turn_states,
     zero_variance,
 )
-from agentrl.train.critic import Critic
 from agentrl.train.loop import train
 from agentrl.train.optimizer import Learner
 from agentrl.train.update import UpdateOptions, agreement, update_policy
