@@ -172,7 +172,7 @@ def _model(config: RunConfig) -> tuple[Finding, Renderer | None]:
 def _memory(config: RunConfig) -> Finding:
     """Checks that training fits into memory, and suggests settings if it does not."""
     parallel = config.train.parallel
-    num_ranks = (parallel.data or 1) * parallel.context
+    num_ranks = (parallel.data or 1) * parallel.of_a_row
     what = "memory of training" if num_ranks == 1 else f"memory of each of {num_ranks} ranks"
     try:
         from agentrl.model.load import resolve_device
@@ -245,7 +245,7 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
 
     inference, num_ranks = config.inference, config.train.parallel.data or 1
     starts = inference.has_servers and not inference.urls
-    if not starts or num_gpus != 1 or num_ranks * config.train.parallel.context > 1:
+    if not starts or num_gpus != 1 or num_ranks * config.train.parallel.of_a_row > 1:
         return
     what, each = "memory of servers", f"{inference.num_servers} on the GPU that trains"
     left = memory.share_for_servers(config, there, device_type="cuda")

@@ -155,6 +155,29 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_split_layers(self) -> RunConfig:
+        """Refuses what does not work where ranks compute with parts of a layer's weights."""
+        parallel, train = self.train.parallel, self.train
+        if not parallel.splits_layers:
+            return self
+        refused = {
+            "model.lora": self.model.lora.rank > 0,
+            "model.quantization": self.model.quantization is not None,
+            "model.compile": self.model.compile,
+            "model.freeze_tower = false": not self.model.freeze_tower,
+            f"train.optimizer = {train.optimizer!r}": train.optimizer != "adamw",
+            "train.router_replay": train.router_replay,
+            "train.router_aux_loss": train.router_aux_loss > 0,
+            "a critic (the objective's baseline)": self.objective.needs_critic,
+        }
+        if named := [name for name, wanted in refused.items() if wanted]:
+            raise ValueError(
+                f"train.parallel.tensor = {parallel.tensor} and expert = {parallel.expert} do not "
+                f"work with {', '.join(named)}; leave it out, or divide with data and context only"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_environments(self) -> RunConfig:
         names = [each.name for each in self.envs]
         if twice := sorted({name for name in names if names.count(name) > 1}):

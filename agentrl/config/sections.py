@@ -662,17 +662,48 @@ class ParallelSection(Section):
     """Division of work among the ranks that torchrun (or Slurm, or Ray Train) started."""
 
     data: PositiveInt | None = None
-    """Number of data-parallel ranks, or with `context`, of groups of ranks, among which a batch's
-    rows are divided. All ranks together hold the shards of every network (FSDP). By default it
-    follows from the number of ranks started; a number guards against a different launch."""
+    """Number of data-parallel ranks, or with `context` or `tensor`, of groups of ranks, among which
+    a batch's rows are divided. All ranks together hold the shards of every network (FSDP). By
+    default it follows from the number of ranks started; a number guards against a different
+    launch."""
     context: PositiveInt = 1
     """Number of neighbouring ranks that share a row, each with a slice, for rows too long for one
     device. Each rank then has the activations of `token_budget / context` tokens
     (docs/scaling.md)."""
+    tensor: PositiveInt = 1
+    """Number of neighbouring ranks that hold a part of every matrix each and compute the same rows
+    together, with the plan of the model's family (docs/scaling.md)."""
+    expert: PositiveInt = 1
+    """Number of ranks among which a mixture's experts are divided; tokens are sent to theirs. A
+    multiple of `tensor`, and a divisor of the number of ranks."""
     meeting_s: Seconds = 300.0
     """Time in which all ranks have to connect to each other; otherwise they exit."""
     deadline_s: Seconds = 1800.0
     """If the other ranks wait for a rank for this long, it counts as hung and the run ends."""
+
+    @property
+    def of_a_row(self) -> int:
+        """Number of ranks that compute the same rows together."""
+        return self.context * self.tensor
+
+    @property
+    def splits_layers(self) -> bool:
+        """Returns whether ranks compute with parts of a layer's weights."""
+        return self.tensor > 1 or self.expert > 1
+
+    @model_validator(mode="after")
+    def _check_axes(self) -> ParallelSection:
+        if self.splits_layers and self.context > 1:
+            raise ValueError(
+                "train.parallel.context above 1 does not work with tensor or expert above 1; set "
+                "context = 1, or both of the others"
+            )
+        if self.expert > 1 and self.expert % self.tensor:
+            raise ValueError(
+                f"train.parallel.expert = {self.expert} is no multiple of train.parallel.tensor = "
+                f"{self.tensor}, whose ranks hold the same rows; choose a multiple"
+            )
+        return self
 
 
 class TrainSection(Section):

@@ -4,7 +4,7 @@
     freeze         towers, routers and what `model.freeze` names
     adapter        `model.lora`, on 4-bit weights if `model.quantization` is set
     checkpointing  layers that are computed again in the backward pass
-    shard          every rank keeps its part
+    shard          every rank keeps its part; if layers are divided, each has read it in `load`
     compile        `model.compile`, and proves it exact again
 
 A new kind of network is a new role here; nothing else assembles one.
@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, overload
 
-import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config import RunConfig
@@ -94,25 +94,30 @@ def build(
     quantised = role == "policy" and section.quantization
     if quantised:
         require_quantisation()
-    load = sharding.load_model if parallel and not quantised else load_model
-    model = load(
-        path,
-        dtype=dtype,
-        device=torch.device("cpu") if quantised else device,
-        max_tokens=config.rollout.max_context_tokens,
-    )
-    if quantised:
-        model = quantise(model, device)
+    longest = config.rollout.max_context_tokens
+    divided = parallel and config.train.parallel.splits_layers and ranks.size() > 1
+    if divided:
+        model = load_model(
+            path, dtype=dtype, device=device, max_tokens=longest, parallel=config.train.parallel
+        )
+    elif quantised:
+        whole = load_model(path, dtype=dtype, device="cpu", max_tokens=longest)
+        model = quantise(whole, device)
+    else:
+        load = sharding.load_model if parallel else load_model
+        model = load(path, dtype=dtype, device=device, max_tokens=longest)
 
     if role == "policy":
         _prepare_policy(model, config)
     elif role in ("reference", "teacher"):
         model.requires_grad_(False)
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_forward(True)  # no backward pass needs what it gathers
     if role in ("policy", "critic"):
         set_gradient_checkpointing(model, section.gradient_checkpointing)
     module = Critic(decoder_of(model)) if role == "critic" else model
 
-    if parallel:
+    if parallel and not divided:
         # What is not trained has no state of an optimizer, and stays on the device.
         optimizer = config.train.optimizer if role in ("policy", "critic") else "adamw"
         module = sharding.shard(module, dtype=dtype, device=device, optimizer=optimizer)

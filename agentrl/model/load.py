@@ -18,6 +18,7 @@ from huggingface_hub import constants as hub
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     PROCESSOR_MAPPING,
@@ -34,8 +35,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from agentrl.config import ParallelSection
 from agentrl.errors import ConfigError, first_line
-from agentrl.model import ranks
+from agentrl.model import mesh, ranks
 from agentrl.model.adapter_files import CONFIG_FILE
 from agentrl.model.lengths import fix_angles, longest_row
 from agentrl.model.logprobs import decoder_of, head_of, require_exact
@@ -164,6 +166,7 @@ def load_model(
     dtype: torch.dtype,
     device: str | torch.device,
     max_tokens: int | None = None,
+    parallel: ParallelSection | None = None,
 ) -> PreTrainedModel:
     """Loads a causal language model whose forward pass accepts packed rows.
 
@@ -175,6 +178,8 @@ def load_model(
         path: a local directory, or a name on the Hugging Face hub.
         dtype: dtype of weights and activations.
         max_tokens: tokens of the longest row that the model will compute (see `fix_angles`).
+        parallel: loads this rank's part of a model whose layers are divided, in float32; `dtype` is
+            then that of its forward pass. Every rank calls it.
 
     Raises:
         ConfigError: there is no model, it has no tokenizer, it is sharded, quantised or incomplete,
@@ -186,23 +191,34 @@ def load_model(
             f"{path} is a checkpoint in shards, which several ranks wrote; turn it into a model "
             f"with `agentrl export {path} --out DIR`"
         )
-    if is_adapter(path):
+    if is_adapter(path) and parallel is None:
         base = load_model(base_of(path), dtype=dtype, device=device, max_tokens=max_tokens)
         model = merged(base, path)
         require_exact(model)
         return model
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = model_config(path)
         _require_unquantised(config, path)
         without_dropout(config)
+        family, arguments = auto_class(config), {}
+        if parallel is not None:
+            family, arguments = mesh.divided(
+                family._model_mapping[type(config)],
+                config,
+                path,
+                parallel,
+                dtype=dtype,
+                device=torch.device(device),
+            )
         # The library's types do not know the pair that output_loading_info makes of the result.
         with _bars_for_downloads_only():
-            loaded: Any = auto_class(config).from_pretrained(
+            loaded: Any = family.from_pretrained(
                 path,
                 config=config,
-                dtype=dtype,
+                dtype=dtype if parallel is None else torch.float32,
                 attn_implementation="eager",
                 output_loading_info=True,
+                **arguments,
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if unknown := re.search(r"model type `(.+?)` but Transformers does not", str(error)):
@@ -221,11 +237,18 @@ def load_model(
             f"the weights of model {path} lack {len(missing)} tensors, first {missing[0]}, which "
             "would start at random values; save the model again"
         )
-    model.to(torch.device(device))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if parallel is None:
+        model.to(torch.device(device))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    else:
+        mesh.finish(model, torch.device(device))
+        set_dtype(model.config, dtype)  # servers load the weights in it
     model.eval()  # as the sampler does: in training mode some routers draw experts at random
     freeze_all_but_text(model)
     fix_angles(model, max_tokens)
     require_exact(model)
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()  # without a backward pass the last layers would stay whole
     model.processor_files = _processor_files(model, path)  # pyright: ignore
     return model
 

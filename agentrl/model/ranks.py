@@ -47,6 +47,7 @@ _launch: Store | None = None
 
 _watchdog: Watchdog | None = None
 _attempt = 0
+_of_a_row = 1
 
 _FOREVER = datetime.timedelta(days=30)
 _CONNECTING_S = 10.0
@@ -61,6 +62,11 @@ def rank() -> int:
 def size() -> int:
     """Returns the number of ranks; 1 if the run was not started as several."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def of_a_row() -> int:
+    """Returns how many neighbouring ranks compute the same rows together."""
+    return _of_a_row
 
 
 def attempt() -> int:
@@ -86,22 +92,24 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
         ConfigError: `train.parallel` asks for another number of ranks, or a rank does not appear
             within `train.parallel.meeting_s` seconds.
     """
-    global _attempt, _control, _everywhere, _host, _saving, _watchdog
+    global _attempt, _control, _everywhere, _host, _of_a_row, _saving, _watchdog
     _attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size % parallel.context:
+    for name in ("context", "tensor", "expert"):
+        if world_size % (size := getattr(parallel, name)):
+            raise ConfigError(
+                f"train.parallel.{name} = {size}, but {world_size} ranks were started, which is "
+                "not a multiple of it; start them with torchrun --nproc-per-node "
+                f"{max(size, parallel.of_a_row * (parallel.data or 1))}"
+            )
+    groups = world_size // parallel.of_a_row
+    if parallel.data not in (None, groups):
         raise ConfigError(
-            f"train.parallel.context = {parallel.context}, but {world_size} ranks were started, "
-            f"which is not a multiple of it; start them with torchrun --nproc-per-node "
-            f"{parallel.context * (parallel.data or 1)}"
+            f"train.parallel.data = {parallel.data}, but {groups} ranks (with train.parallel."
+            "context or tensor, groups of ranks) were started; leave it out, or start them with "
+            f"torchrun --nproc-per-node {parallel.data * parallel.of_a_row}"
         )
-    if parallel.data not in (None, world_size // parallel.context):
-        wanted = parallel.data * parallel.context
-        raise ConfigError(
-            f"train.parallel.data = {parallel.data}, but {world_size // parallel.context} ranks "
-            "(with train.parallel.context, groups of ranks) were started; leave it out, or start "
-            f"them with torchrun --nproc-per-node {wanted}"
-        )
+    _of_a_row = parallel.of_a_row
     if world_size == 1:
         return
     # The watchdog acts first, because its message says more than that of a timed-out collective.
@@ -191,6 +199,8 @@ def _not_met(reason: str) -> str:
 
 def leave() -> None:
     """Disconnects from the other ranks; every rank calls it when its work is done."""
+    global _of_a_row
+    _of_a_row = 1
     if _watchdog is not None:
         _watchdog.close()
     if dist.is_initialized():

@@ -105,7 +105,7 @@ def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = Non
         )
     model.eval()
     parallel = config.train.parallel
-    num_ranks = num_ranks or (parallel.data or 1) * parallel.context
+    num_ranks = num_ranks or (parallel.data or 1) * parallel.of_a_row
     moments = moments_of_a_step(model, config, itemsize, device_type, num_ranks)
     return max(moments, key=lambda moment: moment.total)
 

@@ -37,7 +37,7 @@ def relative_update(optimizer: torch.optim.Optimizer) -> float | None:
             values = _sampled(weight)
             moved = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * values
             pair = torch.stack([moved.square().sum() * group["lr"] ** 2, values.square().sum()])
-            scale = _local(weight).numel() / max(1, values.numel())
+            scale = _local(weight).numel() / max(1, values.numel()) / _copies(weight)
             (shared if isinstance(weight, DTensor) else sums).add_(pair.double().cpu() * scale)
     # Each rank knows only its part of the sums over shards.
     parts: list[Any] = ranks.gather(shared.tolist())
@@ -45,6 +45,15 @@ def relative_update(optimizer: torch.optim.Optimizer) -> float | None:
         a + sum(b) for a, b in zip(sums.tolist(), zip(*parts, strict=True), strict=True)
     )
     return math.sqrt(moved_by / size) if size else None
+
+
+def _copies(weight: Tensor) -> int:
+    """Returns how many ranks hold the same part of a shared weight."""
+    if not isinstance(weight, DTensor):
+        return 1
+    mesh, placements = weight.device_mesh, weight.placements
+    parts = [mesh.size(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
+    return ranks.size() // math.prod(parts)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -109,7 +109,11 @@ class Learner(Generic[Model]):
 
             self.optimizer = AdamW8bit(groups, **options)
         else:
-            self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
+            # No kernel takes lists of tensors that different ranks share.
+            one_by_one = len(_by_mesh(trained)) > 1
+            self.optimizer = torch.optim.AdamW(
+                groups, **options, fused=not one_by_one, foreach=False if one_by_one else None
+            )
 
     def _add_gradient(self, parameter: Tensor) -> None:
         """Adds a micro-batch's gradient to that of the master weights as soon as it is complete."""
@@ -151,9 +155,7 @@ class Learner(Generic[Model]):
         """
         for master in list(self._coming):
             self._take_in(master)
-        total = nn.utils.clip_grad_norm_(self._trained, self.config.max_grad_norm)
-        # With shards each rank knows only its part of the norm.
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        norm = self._clip()
         rate = learning_rate(self.config, self.num_updates, self.total_updates)
         applied, moved = math.isfinite(norm), None
         if applied:
@@ -175,6 +177,18 @@ class Learner(Generic[Model]):
             )
         return Update(applied, norm, rate, moved)
 
+    def _clip(self) -> float:
+        """Scales the gradients down to `train.max_grad_norm`, and returns their norm before."""
+        alike, limit = _by_mesh(self._trained), self.config.max_grad_norm
+        if len(alike) == 1:
+            return float(_whole(nn.utils.clip_grad_norm_(self._trained, limit)))
+        gradients = [[p.grad for p in each if p.grad is not None] for each in alike]
+        norms = [_whole(nn.utils.get_total_norm(each)) for each in gradients if each]
+        total = torch.linalg.vector_norm(torch.stack(norms))
+        for each in alike:
+            nn.utils.clip_grads_with_norm_(each, limit, total)
+        return float(total)
+
     def counters(self) -> dict[str, JSON]:
         """Returns the state that a checkpoint holds besides weights and moments."""
         return {
@@ -188,6 +202,19 @@ class Learner(Generic[Model]):
         self.num_updates = counters["num_updates"]
         self.num_skipped = counters["num_skipped"]
         self.num_skipped_in_a_row = counters["num_skipped_in_a_row"]
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Groups parameters by the ranks that share them, and by how."""
+    groups: dict[object, list[Tensor]] = {}
+    for each in parameters:
+        groups.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
+    return list(groups.values())
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Returns a norm of all ranks; with shards each knows only its part."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _accumulate(master: Tensor, gradient: Tensor) -> None:

@@ -412,6 +412,8 @@ def _restore_optimizer(folder: Path, trained: Trained, stem: str, saved_groups: 
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         options = {**group, **saved, "params": [numbers[name] for name in saved["params"]]}
         options.pop("optimizer", None)
+        # How the update is computed follows from the ranks of this process.
+        options |= {key: group[key] for key in ("fused", "foreach") if key in group}
         # JSON has no tuples, which optimizers expect some options, such as betas, to be.
         tuples = {key for key, value in group.items() if isinstance(value, tuple)}
         groups.append({k: tuple(v) if k in tuples else v for k, v in options.items()})

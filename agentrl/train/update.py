@@ -41,7 +41,7 @@ from agentrl.algo import (
 )
 from agentrl.algo.aggregate import trained_mask
 from agentrl.config import TrainSection
-from agentrl.model import context, ranks
+from agentrl.model import ranks
 from agentrl.model.critic import Critic
 from agentrl.model.logprobs import (
     computing_device,
@@ -294,7 +294,7 @@ def own_share(
     bundled = bundles(samples, rows, token_budget, share=share)
     lengths = [tokens for _, tokens in bundled]
     costs = [cost(tokens, [len(samples[row]) for row in each]) for each, tokens in bundled]
-    together = context.current().size  # ranks that compute the same rows
+    together = ranks.of_a_row()
     rounds = deal(lengths, costs, token_budget, ranks.size() // together)
     return [
         (sorted(row for index in chosen for row in bundled[index][0]), weight)
@@ -367,7 +367,7 @@ def learn(
 def _counts(weight: float) -> bool:
     """Tells whether this rank's results of a micro-batch count: it has a weight, and of the ranks
     that compute the same rows this is the first."""
-    return weight > 0 and context.current().rank == 0
+    return weight > 0 and ranks.rank() % ranks.of_a_row() == 0
 
 
 def _add_policy_gradient(
