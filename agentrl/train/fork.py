@@ -30,6 +30,7 @@ from agentrl.train.batch import make_batch, trainable_samples, turn_states
 from agentrl.train.checkpoint import STEP_NAME
 from agentrl.train.evaluate import policy_of
 from agentrl.train.sampling import training_sampling
+from agentrl.train.taught import moved, played_again
 from agentrl.types import Group, TokenRow, Trajectory, environment_of
 from agentrl.view.forking import ForkRequest
 from agentrl.view.trajectory import token_texts
@@ -95,33 +96,56 @@ class Forks:
             "note": note,
         }
 
+    async def taught(self, run_dir: Path, step: int, before: str, after: str) -> dict[str, Any]:
+        """Plays the tasks of a step with two players; returns what differs, as JSON.
+
+        Raises:
+            AgentRLError: the tasks cannot be played again, or a player cannot be loaded.
+        """
+        config = load_config(run_dir / "config.toml", [])
+        if config.plays_by_agent:
+            raise DataError("an agent played these episodes; agentrl eval plays it again")
+        plays: list[list[Trajectory]] = []
+        async with self._lock:
+            for player in (before, after):
+                plays.append([])
+                for name, alone in config.environments.items():
+                    policy = await self._load(run_dir, alone, player)
+                    batch = recorded_batch(recorded_step(run_dir, step, policy.renderer.processor))
+                    groups = [g for g in batch.groups if environment_of(g.group_id) == name]
+                    size = config.rollout.group_size
+                    plays[-1] += await played_again(alone, policy, name, groups, size)
+        return moved(*plays)
+
     async def aclose(self) -> None:
         """Frees the model that played last."""
         await self._stack.aclose()
 
     async def _load(self, run_dir: Path, config: RunConfig, player: str) -> TokenPolicy:
-        if self._held == (run_dir, player) and self._policy is not None:
+        """Loads a player, unless it is held, and returns it with this environment's sampling."""
+        if self._held != (run_dir, player) or self._policy is None:
+            await self._stack.aclose()
+            self._held, self._stack = None, AsyncExitStack()
+            checkpoint = None
+            if player not in (SERVERS, START):
+                if not STEP_NAME.fullmatch(player):
+                    raise DataError(f"no checkpoint {player!r}")
+                checkpoint = str(run_dir / "checkpoints" / player)
+            model = config.inference.model
+            served = {"backend": self._backend, "urls": self._servers, "model": model}
+            inference = InferenceSection.model_validate(served if player == SERVERS else {})
+            loaded = await policy_of(
+                config.model_copy(update={"inference": inference}),
+                checkpoint,
+                self._stack,
+                for_agents=False,
+            )
+            assert isinstance(loaded, TokenPolicy)
+            self._held, self._policy = (run_dir, player), loaded
+        if not _is_training_run(run_dir):
             return self._policy
-        await self._stack.aclose()
-        self._held, self._stack = None, AsyncExitStack()
-        served = {"backend": self._backend, "urls": self._servers, "model": config.inference.model}
-        inference = InferenceSection.model_validate(served if player == SERVERS else {})
-        config = config.model_copy(update={"inference": inference})
-        checkpoint = run_dir / "checkpoints" / player
-        if player not in (SERVERS, START) and not STEP_NAME.fullmatch(player):
-            raise DataError(f"no checkpoint {player!r}")
-        policy = await policy_of(
-            config,
-            None if player in (SERVERS, START) else str(checkpoint),
-            self._stack,
-            for_agents=False,
-        )
-        assert isinstance(policy, TokenPolicy)
-        if _is_training_run(run_dir):
-            sampling = replace(training_sampling(config), report_kept=False, report_routes=False)
-            policy = replace(policy, sampling=sampling, max_turn_tokens=sampling.max_tokens)
-        self._held, self._policy = (run_dir, player), policy
-        return policy
+        sampling = replace(training_sampling(config), report_kept=False, report_routes=False)
+        return replace(self._policy, sampling=sampling, max_turn_tokens=sampling.max_tokens)
 
 
 def _is_training_run(run_dir: Path) -> bool:

@@ -45,3 +45,7 @@ class Plays(Protocol):
     ) -> dict[str, Any]:
         """Returns the branches, and the advantages of the group's members beside them, as JSON."""
         ...
+
+    async def taught(self, run_dir: Path, step: int, before: str, after: str) -> dict[str, Any]:
+        """Plays a step's tasks with two players and returns what differs, as JSON."""
+        ...

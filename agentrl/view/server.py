@@ -187,6 +187,18 @@ def make_app(
         held = cache.get(files, step, offset)
         return _json(trajectory.tokens(held, files.decode(), row, start, count))
 
+    @app.get("/api/runs/{run}/steps/{step}/players")
+    def players_of(run: str, step: int) -> Response:
+        return _json(plays.players(runs.get(run).path, step) if plays else [])
+
+    @app.post("/api/runs/{run}/steps/{step}/taught")
+    async def taught(run: str, step: int, before: str, after: str) -> Response:
+        assert plays is not None, "refused above"
+        try:
+            return _json(await plays.taught(runs.get(run).path, step, before, after))
+        except AgentRLError as error:
+            return _json({"error": str(error)}, 409)
+
     @app.get("/api/runs/{run}/images/{sha256}")
     def image(run: str, sha256: str) -> Response:
         data, media_type = ImageStore(runs.get(run).path / IMAGES_FOLDER).read(sha256)

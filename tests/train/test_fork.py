@@ -134,6 +134,23 @@ def test_an_environment_that_does_not_repeat_itself_fails_the_branches(tmp_path)
     assert all("cannot be forked" in each["error"] for each in got["branches"])
 
 
+def test_equal_weights_teach_nothing_and_others_are_compared_task_by_task(run):
+    async def ask(*players: str):
+        forks = Forks([], "vllm")
+        try:
+            return await forks.taught(run, STEPS, *players)
+        finally:
+            await forks.aclose()
+
+    same = asyncio.run(ask("start", "start"))
+    assert (same["count"], same["changed"], same["gained"], same["lost"]) == (64, 0, [], [])
+    assert all(before == after for _, before, after in same["rows"])
+    learned = asyncio.run(ask("start", f"step_{STEPS:06d}"))
+    for column in (1, 2):
+        first = [row[column] for row in learned["rows"] if row[0].startswith("first turn: ")]
+        assert sum(first) == pytest.approx(1)
+
+
 def test_only_a_page_of_a_viewer_that_plays_may_ask(run):
     found, id_ = entry(run, turns=1), RunFiles(run).id
     path = f"/api/runs/{id_}/trajectories/{found.step}/{found.offset}"

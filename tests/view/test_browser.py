@@ -786,6 +786,11 @@ def test_a_page_samples_on_from_an_edited_token_and_from_an_edited_message(
         written.fill("12*12=?")
         page.get_by_role("button", name="sample", exact=True).click()
         page.wait_for_selector(".forkresult:has-text('edited')", timeout=60_000)
+        page.goto(f"{url}#/run/{RunFiles(run).id}/groups?step=1")
+        page.get_by_role("button", name="play both").click()
+        page.wait_for_selector(
+            ".taught tr:has-text('first turn: calls calculator')", timeout=60_000
+        )
         page.set_viewport_size(NARROW)
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= NARROW["width"]

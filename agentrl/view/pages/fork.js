@@ -82,3 +82,44 @@ function branchCard(name, branch) {
     el("div.tokens", {}, branch.ids.map((id, i) => el("i." + level(i), {}, (branch.texts ? branch.texts[i] : id + " ").replaceAll("\n", "⏎\n") || "·"))),
   );
 }
+
+// What a step taught: its tasks with the same seeds, before and after. Kept while the page is drawn anew.
+const lessons = new Map();
+
+async function taughtCard(id, step) {
+  const players = stored || !step ? [] : await ask(`runs/${id}/steps/${step}/players`);
+  if (players.length < 2) return null;
+  const ordered = [...players].sort((a, b) => (a.version ?? 0) - (b.version ?? 0));
+  const [earlier, later] = [ordered.filter((each) => each.version < step).at(-1), ordered.find((each) => each.version >= step)];
+  const key = `${id} ${step}`;
+  const choose = (label, usual) => el("select", { "aria-label": label }, ordered.map((each) => el("option", { value: each.name, selected: each === usual }, each.name + (each.version === null ? "" : `, version ${each.version}`))));
+  const [before, after] = [choose("before", earlier), choose("after", later || ordered.at(-1))];
+  const result = el("div", {}, lessons.get(key) && lessonOf(lessons.get(key)));
+  const go = el("button", {}, "play both");
+  go.onclick = async () => {
+    go.disabled = true;
+    result.replaceChildren(el("p.faint", {}, "playing the tasks of this step twice …"));
+    try {
+      const said = `runs/${id}/steps/${step}/taught?` + new URLSearchParams({ before: before.value, after: after.value });
+      lessons.set(key, { before: before.value, after: after.value, ...(await answerOf(await fetch("api/" + said, { method: "POST" }))) });
+      result.replaceChildren(lessonOf(lessons.get(key)));
+    } catch (error) {
+      result.replaceChildren(el("p.failure", {}, error.message));
+    }
+    go.disabled = false;
+  };
+  return el("section.card.taught", {}, el("div.row.tools", {}, el("h2", {}, "What did it teach?"), el("label.field", {}, el("span", {}, "before"), before), el("label.field", {}, el("span", {}, "after"), after), go), el("p.faint", {}, "The tasks of this step, played with the same seeds and random numbers. What moved is of all updates between the two; run.save_every = 1 keeps the checkpoints on both sides of one. Below are the groups whose advantages carried the step, the largest first."), result);
+}
+
+function lessonOf(lesson) {
+  const value = (name, each) => (["tokens sampled", "turns", "reward"].includes(name) ? number(each) : Math.round(each * 100) + " %");
+  const tasks = (name, counts) => counts.length > 0 && el("p", {}, name + ": ", counts.map(([task, count]) => `${task} (${count})`).join(", "));
+  return el(
+    "div",
+    {},
+    el("p", {}, `Of ${plural(lesson.count, "trajectory", "trajectories")}, ${Math.round(lesson.changed * 100)} % went another way.`),
+    el("table.diff", {}, el("thead", {}, el("tr", {}, ["behaviour", lesson.before, lesson.after].map((each) => el("th", {}, each)))), el("tbody", {}, lesson.rows.map(([name, one, other]) => el("tr", {}, el("td", {}, name), el("td", {}, value(name, one)), el("td", {}, one === other ? value(name, other) : el("b", {}, value(name, other))))))),
+    tasks("earn more", lesson.gained),
+    tasks("earn less", lesson.lost),
+  );
+}

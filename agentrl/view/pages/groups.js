@@ -25,7 +25,8 @@ async function groupsPage(page, id, parameters) {
   const count = el("p.faint.count", {}, `${plural(found.num_found, "group")} of ${number(found.num_groups)}`);
   const groups = el("div", {}, found.groups.map((group) => groupCard(id, group)));
   const end = el("div");
-  page.append(count, groups, end);
+  const taught = query.step ? await taughtCard(id, Number(query.step)) : null;
+  page.append(...[taught, count, groups, end].filter(Boolean));
   if (!stored && found.num_found) count.after(exportLine(id, query));
   if (!found.groups.length && !query.text) end.append(el("p.faint", {}, run.num_trajectories ? "No group is like this." : "No trajectory yet."));
   if (query.text) searchOn(id, query, found, count, groups, end);
