@@ -290,7 +290,10 @@ def compare(
     from agentrl.cli.compare_runs import compare_runs, is_training_run
     from agentrl.errors import ConfigError
 
-    if is_training_run(first) and is_training_run(second):
+    trained = [is_training_run(each) for each in (first, second)]
+    if any(trained) and not all(trained):
+        raise ConfigError(f"{first if trained[0] else second} is a training run, the other is not")
+    if all(trained):
         if difference is not None:
             raise ConfigError("--difference is for evaluations, and these are training runs")
         return compare_runs(first, second, replay=replay, as_json=json_)
@@ -368,6 +371,10 @@ def view(
     from agentrl.view.server import view_command
 
     plays = None
+    if server and not play:
+        from agentrl.errors import ConfigError
+
+        raise ConfigError("--server names who may sample: give --play too")
     if play:
         from agentrl.train.fork import Forks
 
