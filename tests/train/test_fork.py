@@ -2,20 +2,26 @@
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from agentrl.api import load_config, train
 from agentrl.env import Environment, StepResult, Task
 from agentrl.errors import AgentRLError
+from agentrl.model.load import load_model
 from agentrl.rollout import read_trajectories
 from agentrl.rollout.index import TrajectoryIndex
-from agentrl.train.fork import Forks
+from agentrl.train.fork import SERVERS, Forks
 from agentrl.view.forking import ForkRequest
 from agentrl.view.runs import RunFiles
 from agentrl.view.server import make_app
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
+from contract_server import CONTEXT, ContractServer, running
 
 QUICKSTART = Path(__file__).parents[2] / "examples/quickstart/run.toml"
 STEPS = 2
@@ -97,6 +103,31 @@ def test_branches_begin_with_the_edited_ids_and_are_of_the_group(run, turn):
     # The members and the branches have one baseline: their advantages add up to nothing.
     assert len(got["members"]) == 8 + 3
     assert sum(got["members"].values()) == pytest.approx(0, abs=1e-4)
+
+
+def test_a_server_plays_on(run):
+    found = entry(run, turns=1)
+    start = trajectory(run, found).turns[0].start
+    model = load_model(
+        str(run / "checkpoints" / f"step_{STEPS:06d}"),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_tokens=CONTEXT,
+    )
+
+    async def ask():
+        async with running(ContractServer(model.eval())) as server:
+            forks = Forks([server.url], "vllm")
+            assert forks.players(run, STEPS)[0]["name"] == SERVERS
+            request = ForkRequest(player=SERVERS, row=0, position=start, count=2)
+            got = await forks.play(run, found.step, found.offset, request)
+            await forks.aclose()
+            return got, server.bodies
+
+    got, bodies = asyncio.run(ask())
+    assert [each["error"] for each in got["branches"]] == [None, None]
+    recorded = trajectory(run, found).branches[0].token_ids[:start]
+    assert any(body.get("token_ids", body.get("prompt")) == recorded for body in bodies)
 
 
 def test_a_seed_repeats_its_branches(run):
