@@ -200,6 +200,93 @@ def evaluate(
 
 
 @app.command
+def run(
+    *,
+    rows: Rows,
+    url: str,
+    model: str,
+    out: Path = Path("results"),
+    workers: int = 4,
+    max_turns: int = 50,
+    max_total_tokens: int | None = None,
+    policy: Literal["official", "strict"] = "official",
+    withhold: bool = False,
+    limits: Limits = Limits(),
+) -> int:
+    """Let a served model solve instances, then grade its patches with the official harness.
+
+    Plays each instance in a container with a shell, through the server's chat endpoint, and writes
+    what `agentrl swebench eval` writes. To continue an interrupted call, repeat it: what is played
+    and graded already is kept. A token for the server is read from OPENAI_API_KEY.
+
+    Args:
+        url: Server of the OpenAI protocol, which has to read tool calls itself.
+        model: Name of the model at the server.
+        out: Folder for episodes, reports and logs.
+        workers: Containers in which the model works at once.
+        max_turns: Turns of an episode.
+        max_total_tokens: Limit of cost: once so many tokens were sampled, no instance is begun.
+        policy: Grade all of a patch, or only its source.
+        withhold: First run every patch on tests without their expected values.
+    """
+    from agentrl import api
+    from agentrl.config import load_config
+
+    limits.read()
+    name = model.replace("/", "__")
+    if name in ("", ".", "..") or "\0" in name:
+        raise ConfigError(f"--model {model!r} cannot be the name of a folder")
+    instances = rows.load()
+    episodes = out / name
+    config = load_config(
+        {
+            "run": {"name": "swebench"},
+            "model": {"path": model},
+            "env": {
+                "id": "swebench",
+                "config": {
+                    "source": rows.dataset,
+                    "dataset_split": rows.split,
+                    "instance_ids": [each.instance_id for each in instances],
+                    "policy": policy,
+                    "grade": False,
+                },
+            },
+            "inference": {"backend": "openai", "urls": [url], "model": model},
+            "rollout": {
+                "max_turns": max_turns,
+                "max_turn_tokens": 4096,
+                "max_concurrent": workers,
+                "turn_timeout_s": 600,
+                "step_timeout_s": 3600,
+                "episode_timeout_s": 86400,
+            },
+            "eval": {"num_tasks": len(instances), "max_total_tokens": max_total_tokens},
+        }
+    )
+    with _progress() as progress:
+        task = progress.add_task("playing", total=len(instances), state="")
+        played = api.evaluate(
+            config,
+            on_progress=lambda done, total: progress.update(task, completed=done),
+            out=episodes,
+            resume=(episodes / "config.toml").exists(),
+        )
+    failed = [each for each in played.trajectories if each.error is not None]
+    for each in failed:
+        print(f"{each.task_id}: no patch: {each.error}", file=sys.stderr)
+    graded = evaluate(
+        rows=rows,
+        predictions=str(episodes),
+        out=out,
+        policy=policy,
+        withhold=withhold,
+        limits=limits,
+    )
+    return 1 if failed else graded
+
+
+@app.command
 def validate(
     *,
     rows: Rows,

@@ -161,6 +161,36 @@ def test_what_agentrl_eval_played_gets_the_official_report(
     assert report["resolved_instances"] == 4 and report["schema_version"] == 2
 
 
+@pytest.mark.docker
+def test_run_plays_grades_and_goes_on(fixture_dir, fixture_instances, tmp_path, capsys):
+    def say(messages):
+        prompt = messages[0]["content"]
+        if messages[-1]["role"] != "user":
+            return None
+        instance = next(
+            each for each in fixture_instances.values() if each.problem_statement.strip() in prompt
+        )
+        return f"git apply - <<'END'\n{instance.patch}END\n"
+
+    words = ["run", "--dataset", fixture_dir / "dataset.jsonl", "--out", tmp_path]
+    words += ["--model", "some/model", "--policy", "strict", "--slice"]
+    with model_server(say) as (url, requests):
+        assert command(*words, "0:1", "--url", url) == 0
+        assert "resolved 1 of 1 instances" in capsys.readouterr().out
+        num_asked = len(requests)
+        assert command(*words, "0:1", "--url", url) == 0
+        assert "1 verdicts come from an earlier call" in capsys.readouterr().out
+        assert len(requests) == num_asked
+    report = json.loads((tmp_path / "some__model.run.json").read_text())
+    assert report["resolved_instances"] == 1
+
+
+def test_run_makes_no_folder_of_a_models_name(tmp_path):
+    for name in ("..", "."):
+        with pytest.raises(ConfigError, match="name of a folder"):
+            command("run", "--dataset", "d.jsonl", "--url", "u", "--model", name, "--out", tmp_path)
+
+
 @pytest.mark.parametrize("handler", ["eval", "validate", "doctor", "pull"])
 @pytest.mark.parametrize("name", ["../../../../victim", "VICTIM"])
 def test_no_row_reaches_a_folder_outside_out(tmp_path, handler, name):
