@@ -123,7 +123,8 @@ def _take(found: Imported, row: Row, value: Any, given: Mapping[str, Any]) -> No
     """Records one setting."""
     was = f"{row.theirs} = {_shown(value)}"
     if isinstance(value, Unknown):
-        found.left.append(f"{row.theirs}: {value.why}" + (f"; {row.note}" if row.note else ""))
+        lines = found.nothing if row.note.startswith("nothing") else found.left
+        lines.append(f"{row.theirs}: {value.why}" + (f"; {row.note}" if row.note else ""))
         return
     if row.needs and not _is_on(given.get(row.needs)):
         found.nothing.append(f"{was}: without effect, since {row.needs} is off")

@@ -249,7 +249,10 @@ TRL = Peer(
         Row(
             "bf16",
             note="TRL computes in bfloat16 over float32 weights; here `model.dtype` is of both",
+            values={"false": {"model.dtype": "float32"}},
         ),
+        Row("use_cpu", note="nothing: the accelerator that is there, or else the CPU"),
+        Row("processing_class", note="nothing: the model's own tokenizer"),
         Row("dtype", values=_DTYPES),
         Row("gradient_checkpointing", "model.gradient_checkpointing"),
         Row("torch_compile", "model.compile"),

@@ -1,6 +1,7 @@
 """Checks run files made from other trainers' scripts and configurations."""
 
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,11 @@ def test_there_is_a_certificate_for_trl_alone(tmp_path, trainer):
 
     with pytest.raises(ConfigError, match=trainer):
         prove(trainer, {}, load_config({"model": {"path": "m"}}), tmp_path)
+
+
+@pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed here")
+def test_the_proof_asks_for_trl(tmp_path):
+    from agentrl.train.prove import prove
+
+    with pytest.raises(ConfigError, match="pip install trl"):
+        prove("trl", {}, load_config({"model": {"path": "m"}}), tmp_path)
