@@ -118,7 +118,8 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
         return "lets a segment see the one before it"
 
     sharded = hasattr(model, "fsdp_logprobs")  # its weights are float32, whatever computes
-    rounding = tolerance(model.config.dtype if sharded else model.dtype)
+    computes_in: Any = model.config.dtype if sharded else model.dtype
+    rounding = tolerance(computes_in)
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad():
