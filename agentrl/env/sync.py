@@ -5,11 +5,11 @@ An event loop in a thread runs the coroutines, so they also work where an event 
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
-
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -17,11 +17,15 @@ R = TypeVar("R")
 
 
 class LoopThread:
-    """An event loop that runs in its own daemon thread until `stop`."""
+    """An event loop that runs in its own daemon thread until `stop`, so that a program that forgets
+    to close what it made can still end."""
 
     def __init__(self) -> None:
-        self._portal_context = start_blocking_portal(name="agentrl-env")
-        self._portal: BlockingPortal | None = self._portal_context.__enter__()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="agentrl-env", daemon=True
+        )
+        self._thread.start()
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs the coroutine and returns its result or raises its error.
@@ -29,18 +33,20 @@ class LoopThread:
         Raises:
             RuntimeError: the loop was stopped.
         """
-        if self._portal is None:
+        if self._loop.is_closed():
             coroutine.close()
             raise RuntimeError("this client or environment was closed; make a new one")
-        return self._portal.call(_run, coroutine)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # if this thread was interrupted
 
     def stop(self) -> None:
-        self._portal = None
-        self._portal_context.__exit__(None, None, None)
-
-
-async def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return await coroutine
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
 
 
 class Blocking:
