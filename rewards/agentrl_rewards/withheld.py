@@ -252,7 +252,7 @@ def _plain(value: Any) -> Any:
     kind, *content = value
     if kind in ("list", "tuple", "set", "deque"):
         members = [_plain(each) for each in content[0]]
-        return tuple(members) if kind == "tuple" else members
+        return {"tuple": tuple, "set": frozenset}.get(kind, list)(members)
     if kind == "array":
         return _plain(content[0])
     if kind == "dict":
@@ -408,7 +408,8 @@ class _Module(ast.NodeTransformer):
             if len(sides) == 2:
                 return [self._value(sides[0], sides[1])]
             actual = [each for each in sides if not is_literal(each)]
-            return [self._value(each, ast.Constant(0)) for each in actual]
+            probes = [self._value(each, ast.Constant(0)) for each in actual]
+            return probes or [self._truth(test)]
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             return [self._tested(test)]
         if isinstance(test, ast.Call):

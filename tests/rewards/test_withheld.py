@@ -282,12 +282,14 @@ WEAK = {
     "other assertions": "class TestF(unittest.TestCase):\n    def test(self):\n"
     "        self.assertLogs(f)",
     "nothing": "def test():\n    f(2)",
+    "literals alone": "def test():\n    assert 2 == 2 == 2",
 }
 
 
 @pytest.mark.parametrize("source", WEAK.values(), ids=WEAK)
 def test_what_can_be_guessed_or_read_is_not_counted_as_covered(source):
     made = withhold(HEAD + source, report_file="/tmp/r")
+    compile(made.text, "tests", "exec")
     assert not any(probe.strong for probe in made.probes.values())
 
 
@@ -298,6 +300,7 @@ def test_what_can_be_guessed_or_read_is_not_counted_as_covered(source):
         ("def test():\n    assert 'abc' in f(2)", lambda x: "xabcx", lambda x: "x"),
         ("def test():\n    assert f(2) not in (1, 2)", lambda x: 3, lambda x: 2),
         ("def test():\n    assert f(2) != 5", lambda x: 6, lambda x: 5),
+        ("def test():\n    assert {1} in (f(2), f(3))", lambda x: {1}, lambda x: {2}),
     ],
 )
 def test_operators_other_than_equality_are_evaluated_outside(source, right, wrong, tmp_path):
