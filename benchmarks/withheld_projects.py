@@ -298,11 +298,12 @@ class Project:
 
     def try_file(self, path: Path) -> File | None:
         """Runs a test file as it is, and twice without what it expects."""
-        original = self.run(path, trace=True)
+        original = self.run(path)
         if not any(each["passed"] for each in original.outcomes.values()):
             return None
         made = withhold(path.read_text(), report_file=str(self.reports))
-        file = File(path, made, original, [self.with_text(path, made.text, path) for _ in range(2)])
+        runs = [self.with_text(path, made.text, path, trace=each) for each in (False, True)]
+        file = File(path, made, original, runs)
         file.reference = stable(made.probes, file.runs[0].values, file.runs[1].values)
         return file
 
@@ -344,7 +345,7 @@ def try_changes(
         file = draw.choice(files)
         places = sorted(
             (name, line)
-            for name, line in file.original.executed
+            for name, line in file.runs[1].executed
             if name.startswith(f"{project.package}/") and "/tests/" not in name
         )
         name, line = draw.choice(places)
@@ -397,6 +398,7 @@ def measure(name: str, python: Path, options: argparse.Namespace) -> dict[str, A
         while paths and len(files) < options.files:
             file = project.try_file(paths.pop())
             files += [file] if file else []
+            print(f"  {len(files)} files of {name}", end="\r", flush=True)
         told = try_changes(project, files, mutants, options.mutants, draw)
         held = try_changes(project, files, rewrites, options.rewrites, draw)
     tests = [(file, name) for file in files for name in sorted(file.passed)]
@@ -408,8 +410,8 @@ def measure(name: str, python: Path, options: argparse.Namespace) -> dict[str, A
         for test, found in file.original.outcomes.items()
         if found != file.runs[0].outcomes.get(test)
     }
-    reported = sum(len(each) for file in files for each in file.runs[0].values.values())
-    values = sum(len(each) for file in files for each in file.reference.values())
+    reported = [each for file in files for each in file.runs[0].values.values()]
+    kept = [each for file in files for each in file.reference.values()]
     total = sum(len(file.original.outcomes) for file in files)
     row = {
         "project": name,
@@ -418,7 +420,8 @@ def measure(name: str, python: Path, options: argparse.Namespace) -> dict[str, A
         "covered": len(covered),
         "weak": len(some) - len(covered),
         "uncovered": len(tests) - len(some),
-        "stable values": f"{values} of {reported}",
+        "stable probes": f"{len(kept)} of {len(reported)}",
+        "stable values": f"{sum(map(len, kept))} of {sum(map(len, reported))}",
         "alike": f"{total - len(differ)} of {total}",
         "seconds": f"{sum(f.original.seconds for f in files):.0f} -> "
         f"{sum(f.runs[0].seconds for f in files):.0f}",
