@@ -893,7 +893,7 @@ class EvalSection(EvalKeys):
         sets = data.get("sets") if isinstance(data, dict) else None
         if not isinstance(data, dict) or not isinstance(sets, dict):
             return data
-        rest = {key: value for key, value in data.items() if key != "sets"}
+        rest = {key: value for key, value in data.items() if key not in ("sets", "red_team")}
         return rest | {"sets": {k: rest | v if isinstance(v, dict) else v for k, v in sets.items()}}
 
 

@@ -151,7 +151,11 @@ def test_answers_that_break_the_contract_are_errors(model, tokenizer, faults, re
 
 async def made(tokenizer, **section):
     config = RunConfig.model_validate(
-        {"model": {"path": str(MODEL), "device": "cpu"}, "teacher": section}
+        {
+            "model": {"path": str(MODEL), "device": "cpu"},
+            "teacher": section,
+            "objective": {"preset": "opd"},
+        }
     )
     return await make_teacher(config, tokenizer)
 
