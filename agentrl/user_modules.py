@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -32,7 +33,10 @@ def load(reference: str) -> object:
         )
     module = _from_file(where) if where.endswith(".py") else _by_name(where)
     if not hasattr(module, name):
-        raise ConfigError(f"{where} has no '{name}'")
+        own = [each for each, value in vars(module).items() if isinstance(value, type)]
+        close = difflib.get_close_matches(name, own, 1)
+        meant = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(f"{where} has no '{name}'{meant}")
     return getattr(module, name)
 
 

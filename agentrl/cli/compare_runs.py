@@ -56,6 +56,17 @@ class Difference:
 
 
 def is_training_run(folder: Path) -> bool:
+    """Returns whether this is a training run; False for an evaluation.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}")
+    if not (folder / "config.toml").is_file():
+        raise DataError(
+            f"{folder} has no config.toml: name a run directory, or a folder of agentrl eval --out"
+        )
     return (folder / METRICS_FILE).is_file()
 
 

@@ -30,11 +30,13 @@ def export_model(checkpoint: Path, out: Path, *, dtype: str) -> None:
         CheckpointError: a file is missing or damaged.
         ConfigError: `checkpoint` is none, or `out` is not empty.
     """
+    if not checkpoint.is_dir():  # before torch is loaded
+        there = sorted(each.name for each in checkpoint.parent.glob("step_*"))
+        known = f"; there are {', '.join(there[-5:])}" if there else ""
+        raise ConfigError(f"there is no checkpoint {checkpoint}{known}")
     from agentrl.model.load import is_adapter, merge_adapter
     from agentrl.train.checkpoint import export, has_shards, latest_checkpoint
 
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint} is no folder of a checkpoint: name RUN/checkpoints/step_N")
     checkpoint = latest_checkpoint(checkpoint) or checkpoint
     if not is_adapter(str(checkpoint)):
         export(checkpoint, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -69,10 +70,20 @@ def resolve(name: str) -> type[Environment]:
                 return environment.for_target(target)  # type: ignore[attr-defined]
     if ":" in name:
         return _load(name, name)
+    if name.endswith(".py") and Path(name).is_file():
+        raise ConfigError(
+            f"{name} is a file: name the class in it, as in {name}:{_first_class(name)}"
+        )
     raise ConfigError(
         f"no environment '{name}'; known are {', '.join(available()) or 'none'}. Name a class of "
         "your own as module:Class or path/to/env.py:Class"
     )
+
+
+def _first_class(file_name: str) -> str:
+    """Returns the name of the first class in a file, without importing it."""
+    found = re.search(r"^class (\w+)", Path(file_name).read_text(errors="replace"), re.MULTILINE)
+    return found[1] if found else "Class"
 
 
 class Served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from agentrl import runtime
 from agentrl.config import RunConfig
 from agentrl.env.client import connect
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, InferenceError
 from agentrl.evaluate.episodes import EpisodeLog, Shard
 from agentrl.evaluate.measure import evaluate
 from agentrl.rollout.policy import Policy, TokenPolicy
@@ -28,7 +29,11 @@ from agentrl.rollout.setup import (
 
 if TYPE_CHECKING:
     from agentrl.inference.base import InferenceEngine
+    from agentrl.inference.remote import ServerEngine
     from agentrl.rollout.chat import ChatPolicy
+
+SERVERS_WAIT_S = 10.0
+"""Seconds in which a server that is just starting may begin to answer."""
 
 Progress = Callable[[int, int], None]
 """Called with (episodes ended, episodes dispatched)."""
@@ -139,6 +144,7 @@ def model_path(config: RunConfig, checkpoint: str | None) -> str:
     found = latest_checkpoint(newest) if newest is not None else None
     if found is None:
         raise ConfigError(f"no checkpoint under {config.run.path}; train first, or name one")
+    print(f"plays {found}, the newest checkpoint", file=sys.stderr)
     return str(found)
 
 
@@ -171,13 +177,33 @@ async def _engine(
             retry_for_s=config.inference.retry_for_s,
             vocab_size=model_config(path).get_text_config().vocab_size,
         )
-        return await stack.enter_async_context(aclosing(engine))
+        await stack.enter_async_context(aclosing(engine))
+        await _require_servers(engine)
+        return engine
     from agentrl.model.build import build
     from agentrl.train.serving import embedded_engine
 
     model = build(path, "sampler", config).module
     engine = embedded_engine(config, model, for_agents=for_agents)
     return await stack.enter_async_context(aclosing(engine))
+
+
+async def _require_servers(engine: ServerEngine) -> None:
+    """Waits until every server answers, at most SERVERS_WAIT_S: so no episode is played against
+    none.
+
+    Raises:
+        InferenceError: one does not answer; names the URL.
+    """
+    clock = asyncio.get_running_loop().time
+    end = clock() + SERVERS_WAIT_S
+    while True:
+        try:
+            return await engine.start()
+        except InferenceError:
+            if clock() > end:
+                raise
+        await asyncio.sleep(1.0)
 
 
 def _chat_policy(config: RunConfig) -> ChatPolicy:

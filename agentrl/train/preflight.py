@@ -77,6 +77,10 @@ class FirstRewards:
         if causes and self.count >= ENOUGH:
             raise TrainingError(f"{finding}: {'; '.join(causes)} ({GO_ON})")
         advice = next(rule.fix for rule in RULES if rule.id == "never_rewarded")
+        if self.count >= MOST and "errors" in found and found["errors"][1].share >= 0.5:
+            # Not before: a policy that learns to call tools makes errors that a tool raises.
+            rule, failures = found["errors"]
+            raise TrainingError(f"{finding}: {failures.text}: {rule.fix} ({GO_ON})")
         if self.count >= MOST:
             raise TrainingError(f"{finding}, and the episodes are sound: {advice} ({GO_ON})")
         return f"{finding}{': ' + '; '.join(causes) if causes else ''}; {advice}"

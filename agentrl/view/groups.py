@@ -262,7 +262,9 @@ def _described(
     group: Group, matches: Callable[[TrajectoryEntry], bool] | None, advantages: dict[str, float]
 ) -> dict[str, Any]:
     rewards = group.rewards()
-    first = group.entries[0]
+    first, mean = group.entries[0], group.mean(0.0)
+    # What teaches most comes first, as among groups.
+    members = sorted(group.entries, key=lambda e: -round(_apart(e, mean), 9))
     return {
         "step": group.step,
         "group_id": first.group_id,
@@ -276,9 +278,14 @@ def _described(
                 "advantage": number(advantages.get(entry.trajectory_id)),
                 "matches": matches is None or matches(entry),
             }
-            for entry in group.entries
+            for entry in members
         ],
     }
+
+
+def _apart(entry: TrajectoryEntry, mean: float) -> float:
+    reward = number(entry.reward)
+    return 0.0 if reward is None else abs(reward - mean)
 
 
 def member_of(entry: TrajectoryEntry) -> dict[str, Any]:

@@ -224,7 +224,11 @@ def _errors(seen: Evidence) -> Verdict:
         return _over(seen, "rollout/error_fraction", 0.05, "of the trajectories failed")
     failed = [e for e in entries if e.error and e.error not in SERVER_CODES]
     tools = sum(entry.tool_errors for entry in entries)
-    text = f"{len(failed)} of {len(entries)} trajectories failed, tools failed {tools:.0f} times"
+    calls = seen.last("env/tool_calls") or 0.0
+    of_calls = min(1.0, (seen.last("env/tool_errors") or 0.0) / calls) if calls else 0.0
+    text = f"{len(failed)} of {len(entries)} trajectories failed"
+    if tools:
+        text = f"{of_calls:.0%} of the tool calls failed, {tools:.0f} in all; {text}"
     if len(failed) >= 0.05 * len(entries):
         code, count = Counter(entry.error for entry in failed).most_common(1)[0]
         text += f"; {count} with {code}"
@@ -232,7 +236,9 @@ def _errors(seen: Evidence) -> Verdict:
             name, count = Counter(entry.env_id for entry in failed).most_common(1)[0]
             text += f", {count} in environment {name}"
         return Finding(text, {"show": "failed", "error": code})
-    return Finding(text, {"show": "tool_errors"}) if tools >= 0.2 * len(entries) else text
+    if tools < 0.2 * len(entries):
+        return text
+    return Finding(text, {"show": "tool_errors"}, share=of_calls)
 
 
 MISMATCH = {"float32": 0.005, "bfloat16": 0.05, "fp8": 0.1}

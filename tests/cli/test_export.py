@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.export import export_model
 from agentrl.cli.main import main
 from agentrl.config import load_config
+from agentrl.errors import ConfigError
 from agentrl.evaluate.episodes import EpisodeLog, read_evaluation
 from agentrl.images import image_part, read_image
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
@@ -95,3 +97,9 @@ def test_without_inspect_the_error_names_the_extra(folder, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "inspect_ai.log", None)
     assert main(["export", str(folder), "--out", str(tmp_path / "log.eval")]) == 2
     assert "agentrl-gym[inspect]" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    (tmp_path / "checkpoints" / "step_000060").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no checkpoint .*step_60; there are step_000060"):
+        export_model(tmp_path / "checkpoints" / "step_60", tmp_path / "out", dtype="float32")

@@ -134,6 +134,15 @@ def test_a_served_environment_is_found_by_every_name_it_has(tmp_path, monkeypatc
         served.resolve("workshop")
 
 
+def test_a_file_without_its_class_and_a_misspelt_class_are_completed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_env.py").write_text(SOURCE.format(doc="x"))
+    with pytest.raises(ConfigError, match=r"as in own_env\.py:Tiny"):
+        resolve("own_env.py")
+    with pytest.raises(ConfigError, match="did you mean 'Tiny'"):
+        resolve("own_env.py:Tyny")
+
+
 def test_a_server_has_one_environment_of_an_id():
     Served(["hello", Hello])
     other = type("Other", (Environment,), {"id": "hello"})

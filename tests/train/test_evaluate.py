@@ -117,6 +117,15 @@ def test_a_server_that_is_not_there_is_one_line_before_anything_is_played(capsys
     assert "http://127.0.0.1:9/v1/: no server answers" in line and "avg@" not in out
 
 
+def test_a_token_server_that_is_not_there_is_one_line_too(capsys, monkeypatch):
+    monkeypatch.setattr("agentrl.train.evaluate.SERVERS_WAIT_S", 0.5)
+    words = ["--inference.backend", "vllm", "--inference.urls", "http://127.0.0.1:9"]
+    assert main(["eval", RUN, *words]) != 0
+    shown = capsys.readouterr()
+    assert "http://127.0.0.1:9" in shown.err and "is vLLM running there" in shown.err
+    assert "avg@" not in shown.out
+
+
 @pytest.mark.slow
 def test_gsm8k_end_to_end(capsys, data_dir):
     result = evaluate(

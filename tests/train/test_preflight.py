@@ -50,6 +50,12 @@ def episodes(count: int, rewards: list[float], **turn) -> list[Trajectory]:
     ]
 
 
+def with_tool_errors(played: list[Trajectory]) -> list[Trajectory]:
+    for each in played[::2]:
+        each.metrics |= {"tool_calls": 1.0, "tool_errors": 1.0}
+    return played
+
+
 @pytest.mark.parametrize(
     ("played", "message"),
     [
@@ -68,6 +74,10 @@ def episodes(count: int, rewards: list[float], **turn) -> list[Trajectory]:
         ),
         (episodes(64, [1.0]), "all 64 rewards so far are 1.*harder tasks"),
         (episodes(preflight.MOST, [0.0]), "the episodes are sound: take easier tasks"),
+        (
+            with_tool_errors(episodes(preflight.MOST, [0.0])),
+            "100% of the tool calls failed.*mend the tool or grader",
+        ),
     ],
 )
 def test_a_run_that_cannot_learn_stops_with_the_cause_and_how_to_go_on(played, message):

@@ -126,7 +126,7 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
     status: Literal["pass", "fail", "skip"] = "pass"
     remedy, cause = "", ""
     if subject.hangs and name not in _WITHOUT_EPISODES:
-        detail = "a reset or step of this environment hangs, so no further episodes were played"
+        detail = "a call of this environment hangs or blocks, so no further episodes were played"
         return CheckResult(name, asserts(name), "skip", detail, "", 0.0)
     try:
         detail = await CHECKS[name](subject)

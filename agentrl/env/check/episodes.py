@@ -177,8 +177,8 @@ async def check_tool_calls(subject: Subject) -> str:
         if name not in works and (same or is_bug):
             raise CheckFailed(
                 f"all {len(texts)} calls of {name} failed, one of them with: {short(texts[0])}",
-                "call the tool with `agentrl env play`, or describe in its docstring and parameter "
-                "types which arguments it needs",
+                "mend the tool (`agentrl env play` calls it alone), or describe in its docstring "
+                "and parameter types which arguments it takes",
             )
     return f"{len(subject.info.tools)} tools, called {CALLS_PER_TOOL} times each"
 

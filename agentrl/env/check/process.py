@@ -50,6 +50,7 @@ async def check_event_loop(subject: Subject) -> str:
                 if block < MAX_BLOCK_S:
                     break
                 if attempt and block > 3 * MAX_BLOCK_S:  # twice: no matter of chance
+                    subject.hangs = True  # other checks play many episodes, each as slow
                     raise _blocks(spec, block, culprit)
                 await asyncio.sleep(0.1 * attempt)
             else:
