@@ -57,6 +57,8 @@ METRICS: dict[str, str] = {
     "replay/age_mean": "Steps since those groups were trained on first.",
     "error/<code>": "Trajectories that failed with this code, such as `step_timeout`, "
     "`grader_error` or `turn_timeout`.",
+    "env/tool_calls": "Calls of tools per trajectory.",
+    "env/tool_errors": "Of them, those in which the tool raised or ran out of time.",
     "env/<name>": "A metric of the environment, mean over trajectories with a reward. "
     "`tool_calls` and `tool_errors` (a tool raised or ran out of time) are counted for every "
     "environment.",
