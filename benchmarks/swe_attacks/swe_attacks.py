@@ -26,12 +26,13 @@ from attack_rows import FURTHER, STATED, Attack
 from attack_rows_control import CONTROL
 from attack_rows_guess import GUESS
 from attack_rows_runtime import RUNTIME
+from attack_rows_stranger import STRANGER
 
 from agentrl.errors import AgentRLError, DataError
 from agentrl_swebench.dataset import Instance, load_instances
 from agentrl_swebench.grade import Verdict, grade
 
-ATTACKS: tuple[Attack, ...] = STATED + FURTHER + RUNTIME + CONTROL + GUESS
+ATTACKS: tuple[Attack, ...] = STATED + FURTHER + RUNTIME + CONTROL + GUESS + STRANGER
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,9 +10,10 @@ columns of parameters and of tables. The tests report the actual side instead, i
 values to expect, and `compare` judges outside of the process that ran the code. What that process
 says about the tests' outcome is not read, so forging it gains nothing.
 
-A probe is *strong* if the value is one that code cannot easily guess. One that reports a bit, or
-whose expectation stays readable where the tests run (a fixture, an argument of a helper), is
-*weak*. A test is covered if it has a strong probe with a stable value. Code that knows the right
+A probe is *strong* if the value is one that code cannot easily guess. One that reports a bit or an
+exception, or whose expectation stays readable where the tests run (a fixture, a file, a variable
+that the test needs, too), is *weak*. A test is covered if it has a strong probe with a stable value
+that tells something (`tells`). Code that knows the right
 values for a test's inputs, from a report of the bug or from other files, can't be told from a
 solution.
 """
@@ -38,8 +39,9 @@ from agentrl.types import JSON
 
 Test = tuple[str, str]
 """Class of a test, "" outside of a class, and its function."""
-Values = Mapping[int, list[JSON]]
-"""Reported values in canonical form, by the number of the probe."""
+Values = Mapping[int, list[tuple[str, JSON]]]
+"""Reported values in canonical form, each with the running test's name, by the number of the
+probe."""
 
 MODULE = "_withheld"
 REPORTER = Path(__file__).with_name("withheld_report.py")
@@ -55,6 +57,12 @@ MAKERS = frozenset({
     "join", "format", "strip",
 })  # fmt: skip
 """Calls in which an expected value is made."""
+READERS = frozenset({
+    "open", "read", "readlines", "read_text", "read_bytes", "load", "loadtxt", "genfromtxt",
+    "fromfile", "read_csv", "imread",
+})  # fmt: skip
+"""Calls by which a test takes what it expects from a file, where the code under test can read
+it."""
 EXPECTED_NAME = re.compile(r"expect|desired|want|correct|answer|truth|^exp|^ref", re.IGNORECASE)
 OPERATORS: dict[type[ast.cmpop], Any] = {
     ast.NotEq: operator.ne, ast.IsNot: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
@@ -138,19 +146,21 @@ def withhold(source: str, *, report_file: str, first: int = 1) -> Withheld:
     return Withheld(text, work.probes)
 
 
-def read_reports(lines: Iterable[str]) -> dict[int, list[JSON]]:
+def read_reports(lines: Iterable[str]) -> dict[int, list[tuple[str, JSON]]]:
     """Reads reported lines; lines that are not reports are left out."""
-    found: dict[int, list[JSON]] = defaultdict(list)
+    found: dict[int, list[tuple[str, JSON]]] = defaultdict(list)
     for line in lines:
         try:
-            number, value = json.loads(line)
-            found[int(number)].append(value)
-        except (ValueError, TypeError, RecursionError):
+            number, value, test = json.loads(line)
+            found[int(number)].append((str(test), value))
+        except (ValueError, TypeError, OverflowError, RecursionError):
             continue  # written by the code under test, or cut off
     return dict(found)
 
 
-def stable(probes: Mapping[int, Probe], one: Values, two: Values) -> dict[int, list[JSON]]:
+def stable(
+    probes: Mapping[int, Probe], one: Values, two: Values
+) -> dict[int, list[tuple[str, JSON]]]:
     """Returns the values that two runs of the reference solution both reported."""
     return {
         number: values
@@ -176,15 +186,30 @@ def compare(probes: Mapping[int, Probe], reference: Values, reported: Values) ->
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def _all_right(probe: Probe, reference: list[JSON], reported: list[JSON]) -> bool:
-    """Compares the values of one probe in any order, because tests may run in any order."""
-    left = list(reported)
-    for value in reference:
-        match = next((k for k, each in enumerate(left) if is_right(probe, value, each)), None)
-        if match is None:
-            return False
-        left.pop(match)
-    return not left
+def tells(value: JSON) -> bool:
+    """Returns True if a value in canonical form says more than a bit or the class of an object."""
+    return not (value is None or isinstance(value, bool) or _is_hollow(value))
+
+
+def _is_hollow(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    if value[0] == "object":
+        return all(map(_is_hollow, value[2].values()))
+    if value[0] in ("list", "tuple", "set", "deque"):
+        return bool(value[1]) and all(map(_is_hollow, value[1]))
+    return value[0] in ("again", "unprintable")
+
+
+def _all_right(
+    probe: Probe, reference: list[tuple[str, JSON]], reported: list[tuple[str, JSON]]
+) -> bool:
+    """Compares the values of one probe: those of a test in their order, and tests by name, because
+    they may run in any order."""
+    one, two = (sorted(each, key=operator.itemgetter(0)) for each in (reference, reported))
+    return [test for test, _ in one] == [test for test, _ in two] and all(
+        is_right(probe, expected, found) for (_, expected), (_, found) in zip(one, two, strict=True)
+    )
 
 
 def is_right(probe: Probe, reference: JSON, reported: JSON) -> bool:
@@ -198,7 +223,9 @@ def is_right(probe: Probe, reference: JSON, reported: JSON) -> bool:
             sides = (literal, found) if literal_is_left else (found, literal)
             return bool(OPERATORS[compare](*sides))
         return _same(probe, reference, reported)
-    except (ValueError, TypeError, IndexError, KeyError, RecursionError, OverflowError, re.error):
+    except (
+        AttributeError, ValueError, TypeError, LookupError, RecursionError, OverflowError, re.error
+    ):  # fmt: skip
         return False  # not in canonical form, so the code under test wrote it
 
 
@@ -217,7 +244,7 @@ def _same(probe: Probe, one: Any, two: Any, *, loose: bool = False) -> bool:
         return _same(probe, first, second, loose=True)
     if kinds <= {"list", "tuple"} and (loose or len(kinds) == 1):
         if probe.any_order:
-            return _all_right(dataclasses.replace(probe, any_order=False), one[1], two[1])
+            return _same_members(dataclasses.replace(probe, any_order=False), one[1], two[1])
         return _each_same(probe, one[1], two[1], loose)
     if len(kinds) != 1:
         return False
@@ -230,15 +257,25 @@ def _same(probe: Probe, one: Any, two: Any, *, loose: bool = False) -> bool:
     if kind in ("pandas", "masked", "xarray", "quantity", "complex"):
         return _each_same(probe, one[1:], two[1:])
     if kind == "object":
-        # Another class with the same values is as good, and one with a few more.
-        both = one[2].keys() & two[2].keys()
-        enough = 2 * len(both) >= len(one[2]) and (both or one[1] == two[1])
-        return bool(enough) and all(_same(probe, one[2][name], two[2][name]) for name in both)
+        # Another class with the same values is as good, and one with more.
+        return bool(one[2] or one[1] == two[1]) and all(
+            name in two[2] and _same(probe, each, two[2][name]) for name, each in one[2].items()
+        )
     return one == two
 
 
 def _each_same(probe: Probe, one: list[Any], two: list[Any], loose: bool = False) -> bool:
     return len(one) == len(two) and all(map(partial(_same, probe, loose=loose), one, two))
+
+
+def _same_members(probe: Probe, one: list[Any], two: list[Any]) -> bool:
+    left = list(two)
+    for value in one:
+        match = next((k for k, each in enumerate(left) if _same(probe, value, each)), None)
+        if match is None:
+            return False
+        left.pop(match)
+    return not left
 
 
 def _plain(value: Any) -> Any:
@@ -318,6 +355,13 @@ def _bound(target: ast.AST) -> set[str]:
     return {""}
 
 
+def _root(node: ast.AST) -> str:
+    """Returns the name of which a node is a value as it is, or a part; "" if it is computed."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 @dataclass(slots=True)
 class _Scope:
     """A function of the tests, with what it assigns, and the names that it no longer needs."""
@@ -339,12 +383,16 @@ class _Module(ast.NodeTransformer):
     def __init__(self, module: ast.Module, first: int) -> None:
         self.module = module
         self.probes: dict[int, Probe] = {}
+        self._expected: dict[int, ast.AST] = {}
         self.tests: set[Test] = set()
         self._next = first
         self._class = ""
         self._scope: _Scope | None = None
         self._scopes: list[_Scope] = []
         self._globals = _assigned(module.body)
+        self._classes = {each.name for each in module.body if isinstance(each, ast.ClassDef)}
+        self.kept: set[str] = set()
+        """Names that loops bind for expected sides alone, in columns that cannot be emptied."""
 
     # statements
 
@@ -392,7 +440,7 @@ class _Module(ast.NodeTransformer):
         has_pattern = "Regex" in _called(node)
         rest = node.args[2 if has_pattern else 1 :]
         kinds, match = _expected_exception(node, has_pattern)
-        number = self._probe(node, strong=True, raises=True, kinds=kinds, match=match)
+        number = self._probe(node, strong=False, raises=True, kinds=kinds, match=match)
         options = [each for each in node.keywords if each.arg not in ("match", "msg")]
         name = "raised" if rest else "raises"
         return _call(name, [ast.Constant(number), *rest], options if rest else [])
@@ -458,9 +506,13 @@ class _Module(ast.NodeTransformer):
             for each in (one, two)
         )
         actual, expected = (two, one) if self._rank(two) > self._rank(one) else (one, two)
+        if self._calls_the_same(one, two):
+            # What is tested is that both sides agree: neither holds an expected value.
+            actual, expected = ast.Tuple([one, two], ast.Load()), ast.Constant(0)
         relative, absolute = tolerance or (RELATIVE, 0.0)
         is_bit = isinstance(expected, ast.Constant) and isinstance(expected.value, bool | None)
-        stays = ast.unparse(expected).startswith(("self.", "cls."))
+        owner = ast.unparse(expected).partition(".")[0]
+        stays = owner in {"self", "cls", *self._classes} or self._reads_file(expected)
         number = self._probe(
             expected, strong=not is_bit and not stays, relative=relative, absolute=absolute, **more
         )
@@ -511,10 +563,38 @@ class _Module(ast.NodeTransformer):
         ]
         return max([2.0 if isinstance(node, ast.Attribute) else 1.0, *inner])
 
+    def _calls_the_same(self, one: ast.expr, two: ast.expr) -> bool:
+        """Returns True if both sides call the same function on data that the tests hold."""
+        if not isinstance(one, ast.Call) or not isinstance(two, ast.Call):
+            return False
+        name = ast.unparse(one.func)
+        is_function = name.isidentifier() and not name[0].isupper() and name not in MAKERS
+        data = [*one.args, *two.args, *(each.value for each in (*one.keywords, *two.keywords))]
+        return (
+            is_function
+            and name == ast.unparse(two.func)
+            and not hasattr(builtins, name)
+            and all(self._rank(each) < 2 for each in data)
+        )
+
+    def _reads_file(self, node: ast.AST) -> bool:
+        """Returns True if an expected value, or a value that it is made of, comes from a file."""
+        todo, seen = [node], set()
+        while todo:
+            for each in ast.walk(todo.pop()):
+                if isinstance(each, ast.Call) and _called(each) in READERS:
+                    return True
+                if isinstance(each, ast.Name) and each.id not in seen:
+                    seen.add(each.id)
+                    values = self._scope.values.get(each.id, []) if self._scope else []
+                    todo += values or self._globals.get(each.id, [])
+        return False
+
     def _probe(self, expected: ast.AST, **values: Any) -> int:
         assert self._scope is not None
         names = _loaded(expected)
         self._scope.dropped |= names
+        self._expected[self._next] = expected
         self.probes[self._next] = Probe(self._scope.test, names=names, **values)
         self._next += 1
         return self._next - 1
@@ -524,18 +604,31 @@ class _Module(ast.NodeTransformer):
     def prune(self) -> None:
         """Drops what only the expected sides needed, and marks the probes whose expectation stays
         readable as weak."""
+        visible: dict[Test, set[str]] = {}
         for scope in self._scopes:
+            self.kept.clear()
             dead = self._prune_body(scope.node, scope.dropped)
-            stays = scope.arguments & dead
+            seen = scope.arguments & dead
             for decorator in scope.node.decorator_list:
-                stays -= self._prune_parameters(decorator, dead)
-            is_test = scope.test in self.tests
-            for probe in self.probes.values():
-                if probe.test == scope.test:
-                    visible = stays if is_test else scope.arguments
-                    probe.strong &= is_test and not probe.names & visible
+                seen -= self._prune_parameters(decorator, dead)
+            visible[scope.test] = seen | self.kept
         dropped = set().union(*(scope.dropped for scope in self._scopes))
         self._prune_body(self.module, dropped)
+        constants = {
+            name
+            for name in _loaded(self.module)
+            if any(map(is_literal, self._globals.get(name, [])))
+        }
+        for scope in self._scopes:
+            own = scope.arguments | scope.values.keys()
+            as_it_is = _loaded(scope.node) & own | constants - own
+            for number, probe in self.probes.items():
+                if probe.test == scope.test:
+                    probe.strong &= (
+                        scope.test in self.tests
+                        and not probe.names & visible[scope.test]
+                        and _root(self._expected[number]) not in as_it_is
+                    )
 
     def _prune_body(self, node: ast.AST, dropped: set[str]) -> set[str]:
         """Drops assignments and columns of tables that nothing needs any more; returns the names
@@ -564,6 +657,8 @@ class _Module(ast.NodeTransformer):
         emptied = {each for each in names if each in dead}
         numbers = [number for number, each in enumerate(names) if each in dead]
         is_empty = self.empty_columns(decorator.args[1], numbers, is_single=len(names) == 1)
+        if is_empty:  # the tests' own names may tell what they expect
+            decorator.keywords = [each for each in decorator.keywords if each.arg != "ids"]
         return emptied if is_empty else set()
 
     def empty_columns(self, table: ast.expr, numbers: list[int], *, is_single: bool) -> bool:
@@ -577,7 +672,10 @@ class _Module(ast.NodeTransformer):
         if not isinstance(table, ast.List | ast.Tuple) or not numbers:
             return False
         for place, row in enumerate(table.elts):
-            cells = row.args if _called(row) == "param" and isinstance(row, ast.Call) else None
+            cells = None
+            if isinstance(row, ast.Call) and _called(row) == "param":
+                cells = row.args
+                row.keywords = [each for each in row.keywords if each.arg != "id"]
             if isinstance(row, ast.List | ast.Tuple) and not is_single:
                 cells = row.elts
             if is_single and cells is None:
@@ -598,6 +696,9 @@ class _Pruner(ast.NodeTransformer):
         self.freed: set[str] = set()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        if node.name in self._dead and not node.decorator_list:
+            self.freed |= _loaded(node)
+            return ast.copy_location(ast.Pass(), node)
         return self.generic_visit(node) if self._deep else node
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
@@ -620,10 +721,11 @@ class _Pruner(ast.NodeTransformer):
         return node
 
     def visit_For(self, node: ast.For) -> ast.AST:
-        if isinstance(node.target, ast.Tuple):
-            names = [getattr(each, "id", "") for each in node.target.elts]
-            numbers = [number for number, each in enumerate(names) if each in self._dead]
-            self._module.empty_columns(node.iter, numbers, is_single=False)
+        names = [getattr(each, "id", "") for each in getattr(node.target, "elts", [])]
+        numbers = [number for number, each in enumerate(names) if each in self._dead]
+        is_empty = self._module.empty_columns(node.iter, numbers, is_single=False)
+        emptied = {names[number] for number in numbers} if is_empty else set()
+        self._module.kept |= (_bound(node.target) & self._dead) - emptied
         return self.generic_visit(node)
 
 

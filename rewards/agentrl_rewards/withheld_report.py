@@ -18,7 +18,8 @@ import re
 import types
 
 FILE = ""
-"""File to which reports are appended, one line of JSON each; set by the transformed tests."""
+"""File to which reports are appended, one line of JSON each: the number of the probe, the value and
+the name of the running test. Set by the transformed tests."""
 MAX_CHARS = 200000
 MAX_DEPTH = 20
 PLAIN = (int, float, str)
@@ -34,8 +35,9 @@ def value(number, found):
         text = json.dumps(["unprintable", type(error).__name__])
     if len(text) > MAX_CHARS:
         text = json.dumps(["digest", hashlib.sha256(text.encode()).hexdigest()])
+    test = json.dumps(os.environ.get("PYTEST_CURRENT_TEST", ""))
     with open(FILE, "a") as file:
-        file.write(f"[{number}, {text}]\n")
+        file.write(f"[{number}, {text}, {test}]\n")
     return True
 
 

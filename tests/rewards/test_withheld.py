@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_rewards.withheld import Probe, compare, is_right, read_reports, stable, withhold
+from agentrl_rewards.withheld import (
+    Probe,
+    compare,
+    is_right,
+    read_reports,
+    stable,
+    tells,
+    withhold,
+)
 from agentrl_rewards.withheld_report import canonical
 
 PLAIN = Probe(("", "test"), True, set())
@@ -105,6 +113,20 @@ class Point:
     y: float
 
 
+@dataclasses.dataclass
+class Point3(Point):
+    z: int
+
+
+class HalfHidden:
+    def __init__(self, x, y):
+        self.x, self._y = x, y
+
+    y = property(lambda self: self._y)
+    __eq__ = Universal.__eq__
+    __hash__ = None
+
+
 class Place:
     __slots__ = ("_cache", "x", "y")
 
@@ -119,9 +141,21 @@ class Colour(enum.Enum):
 
 def test_objects_are_compared_by_their_public_attributes():
     assert same(Point(1, 2.0), Point(1, 2.0)) and not same(Point(1, 2.0), Point(1, 3.0))
-    assert same(Point(1, 2.0), Place(1, 2.0))
+    assert same(Point(1, 2.0), Place(1, 2.0)) and same(Point(1, 2.0), Point3(1, 2.0, 3))
+    assert not same(Point(1, 2.0), HalfHidden(1, 3.0))
     assert not same(Point(1, 2.0), Universal())
     assert same(Colour.RED, Colour.RED) and not same(Colour.RED, Colour.BLUE)
+
+
+def test_a_bit_and_an_object_without_public_values_tell_nothing():
+    loop = []
+    loop.append(loop)
+    for value in (None, True, object(), Universal(), [Universal(), object()]):
+        assert not tells(seen(value)), value
+    assert not tells(seen(Point(Universal(), object())))
+    for value in (0, "", [], [True, False], Point(1, 2.0), [Point(None, 2.0)], {1: object()}):
+        assert tells(seen(value)), value
+    assert not tells(seen(loop)) and not tells(["unprintable", "RecursionError"])
 
 
 def test_numbers_of_every_kind_are_compared_by_value():
@@ -159,8 +193,12 @@ def test_arrays_frames_and_quantities():
 @settings(deadline=None)
 def test_reports_that_code_forges_are_wrong_and_never_an_error(forged, value):
     assert is_right(PLAIN, seen(value), forged) in (True, False)
-    for kind in (["dict", 3], ["object", "X"], ["array"], [], ["raised", 1, 2], [None]):
+    for kind in (
+        ["dict", 3], ["object", "X"], ["object", "X", 3], ["object", "X", {}], ["array"], [],
+        ["raised", 1, 2], [None],
+    ):  # fmt: skip
         assert is_right(PLAIN, seen([value]), kind) is False
+        assert is_right(PLAIN, seen(Point(value, 2.0)), kind) is False
 
 
 # --- the transformation ---------------------------------------------------------------------------
@@ -243,6 +281,11 @@ FORMS = {
     "    np.testing.assert_array_equal(f(np.array([2])), [4])\n"
     "    assert np.allclose(f(2.0), 4.0)\n    assert (f(np.array([2])) == [4]).all()",
     "in a nested function": "def test():\n    def inner():\n        assert f(2) == 4\n    inner()",
+    "both sides": "def test():\n    assert f(2) == f(2.0)",
+    "function of the tests": "def by_hand(x):\n    return {2: 4}[x]\n"
+    "def test():\n    assert f(2) == by_hand(2)",
+    "names of rows": "@pytest.mark.parametrize('x,y', [(2, 4), (3, 6)], ids=['is 4', '6'])\n"
+    "def test(x, y):\n    assert f(x) == y",
     "docstring and future": "def test():\n    'doubles'\n    assert f(2) == 4",
 }
 
@@ -283,6 +326,23 @@ WEAK = {
     "        self.assertLogs(f)",
     "nothing": "def test():\n    f(2)",
     "literals alone": "def test():\n    assert 2 == 2 == 2",
+    "exception": "def test():\n    with raises(ValueError):\n        f(None)",
+    "columns that stay": "def test():\n    for x, y in {2: 4}.items():\n        assert f(x) == y",
+    "one that goes and one that stays": "def test():\n    for x, y in [(2, 4)]:\n"
+    "        assert f(x) == y\n    for x, y in zip([3], [6]):\n        assert f(x) == y",
+    "nested columns": "def test():\n    for i, (x, y) in enumerate([(2, 4)]):\n"
+    "        assert f(x) == y",
+    "variable that stays": "def test():\n    y = 4\n    print(y)\n    assert f(2) == y",
+    "there and back": "@pytest.mark.parametrize('x', ['4', '5'])\n"
+    "def test(x):\n    assert f(f(x)) == x",
+    "constant that stays": "FOUR = 4\ndef test():\n    assert f(2) == FOUR\n"
+    "def test_other():\n    f(FOUR)",
+    "part of what stays": "def test():\n    y = [4]\n    assert f(2) == y[0]\n    y.pop()",
+    "class": "class TestF:\n    four = 4\n    def test(self):\n        assert f(2) == TestF.four",
+    "file": "def test():\n    with open('four') as file:\n        y = int(file.read())\n"
+    "    assert f(2) == y",
+    "file of the module": "import json\nFOUR = json.load(open('four'))\n"
+    "def test():\n    assert f(2) == FOUR",
 }
 
 
@@ -369,6 +429,47 @@ def test_the_order_counts_unless_the_test_says_that_it_does_not(tmp_path):
         assert (not compare(made.probes, reference, values).wrong) is is_paid
 
 
+def test_values_of_a_loop_count_in_their_order(tmp_path):
+    source = "def test():\n    for x, y in [(1, -1), (-1, 1)]:\n        assert f(x) == y"
+    made, reference = play(source, tmp_path, lambda x: -x)
+    assert not compare(made.probes, reference, play(source, tmp_path, lambda x: -x)[1]).wrong
+    assert compare(made.probes, reference, play(source, tmp_path, lambda x: x)[1]).wrong
+
+
+def test_values_count_for_the_test_that_reports_them_in_any_order_of_tests(tmp_path, monkeypatch):
+    source = "def test():\n    assert f(1) == 4"
+    made, file = withhold(HEAD + source, report_file=str(tmp_path / "r")), tmp_path / "r"
+
+    def reported(*values):
+        for name, value in values:
+            monkeypatch.setenv("PYTEST_CURRENT_TEST", name)
+            play_one = {"f": lambda x, value=value: value}
+            exec(compile(made.text, "tests", "exec"), play_one)
+            play_one["test"]()
+        found = read_reports(file.read_text().splitlines())
+        file.unlink()
+        return found
+
+    reference = reported(("a[1]", 1), ("a[2]", 2))
+    assert not compare(made.probes, reference, reported(("a[2]", 2), ("a[1]", 1))).wrong
+    assert compare(made.probes, reference, reported(("a[1]", 2), ("a[2]", 1))).wrong
+    assert compare(made.probes, reference, reported(("a[1]", 1))).wrong
+    assert compare(made.probes, reference, reported(("a[1]", 1), ("a[2]", 2), ("a[2]", 2))).wrong
+
+
+def test_names_of_rows_are_dropped_with_what_they_may_tell():
+    source = "@pytest.mark.parametrize('x,y', [pytest.param(2, 4, id='gives 123457')])\n"
+    made = withhold(f"{HEAD}{source}def test(x, y):\n    assert f(x) == y", report_file="/tmp/r")
+    assert "123457" not in made.text and all(probe.strong for probe in made.probes.values())
+
+
+def test_a_call_that_holds_the_expected_value_is_dropped():
+    for expected in ("Box(123457)", "int('123457')", "box(g(123457))"):
+        actual = expected.replace("123457", "f(2)").replace("'", "")
+        made = withhold(f"def test():\n    assert {actual} == {expected}", report_file="/tmp/r")
+        assert "123457" not in made.text
+
+
 def test_a_value_that_differs_between_runs_is_not_expected(tmp_path):
     source = "def test():\n    assert f(2) == 4\n    assert f(3) == 6"
     ticks = itertools.count()
@@ -377,8 +478,9 @@ def test_a_value_that_differs_between_runs_is_not_expected(tmp_path):
 
 
 def test_lines_that_are_no_reports_are_left_out():
-    lines = ["[1, 2]", "", "[1", "1", '["x", 3]', "[1, [1, 2]]", "[2, 3, 4]", "[" * 100_000]
-    assert read_reports(lines) == {1: [2, [1, 2]]}
+    lines = ['[1, 2, "a"]', "", "[1", "1", '["x", 3, ""]', '[1, [1, 2], ""]', "[2, 3]"]
+    lines += ["[" * 100_000, '[1e999, 0, ""]', "[NaN, 0, 0]", "[2, 3, 4, 5]"]
+    assert read_reports(lines) == {1: [("a", 2), ("", [1, 2])]}
 
 
 def test_the_text_of_another_module_has_numbers_of_its_own():

@@ -182,13 +182,19 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     if output.is_file():
         text = output.read_text(errors="replace")
         result["complete"] = START_TEST_OUTPUT in text and END_TEST_OUTPUT in text
-        mark = f"{request['mark']} "
-        if mark != " ":
-            lines = text.split("\n")
-            result["reports"] = [each[len(mark) :] for each in lines if each.startswith(mark)]
+        result["reports"] = marked_lines(text, request["mark"])
         if returned is not None:
             result["statuses"], _ = get_logs_eval(spec, str(output))
     return result
+
+
+def marked_lines(text: str, mark: str) -> list[str]:
+    """Returns what follows a mark and a space in the lines of a log.
+
+    The engine joins two streams, so what one writes may begin within a line of the other.
+    """
+    head = f"{mark} "
+    return [each.partition(head)[2] for each in text.split("\n") if mark and head in each]
 
 
 def _clean_up(client: object, container: Any, logger: object) -> None:

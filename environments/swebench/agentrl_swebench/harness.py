@@ -77,7 +77,7 @@ class Evidence:
     complete: bool = False
     """True if the log has the marks of the tests' start and end."""
     reports: Sequence[str] = ()
-    """Lines of the log with the mark that was asked for, without it."""
+    """What follows the mark that was asked for, by line of the log."""
     error_kind: str = ""
     error: str = ""
     container_end: str = ""
@@ -109,7 +109,7 @@ async def run_harness(
     Args:
         run_id: label of the container; need not be unique.
         timeout_s: limit on the tests, in seconds, rounded to whole seconds.
-        mark: return the lines of the tests' log that begin with this word.
+        mark: return what follows this word in the lines of the tests' log.
         logs: folder that receives the harness' log folder.
     """
     # If two runs had one id, the second would kill the first's container and find its report.

@@ -28,6 +28,7 @@ from agentrl_rewards.withheld import (
     compare,
     read_reports,
     stable,
+    tells,
     withhold,
 )
 from agentrl_swebench.dataset import Instance
@@ -112,7 +113,7 @@ async def _prepared(instance: Instance, run: RunHarness, run_id: str) -> Withhel
     has_value = {
         (path, probe.test)
         for number, (path, probe) in probes.items()
-        if probe.strong and number in reference
+        if probe.strong and any(tells(value) for _, value in reference.get(number, []))
     }
     required = (*instance.fail_to_pass, *instance.pass_to_pass)
     judged = {test for test in required if locate(test, places) in has_value}
@@ -151,7 +152,8 @@ def _without_values(
     script = script_with(instance, files, texts) if texts else None
     if script is None or _END_MARK not in script:
         return instance, "", {}
-    shown = f"sed 's/^/{mark} /' {report_file}\n{_END_MARK}"
+    # On the stream of the shell's own traces, so that none comes between.
+    shown = f"sed 's/^/{mark} /' {report_file} >&2\n{_END_MARK}"
     script = script.replace(_END_MARK, shown, 1)
     return dataclasses.replace(instance, eval_script=script), mark, probes
 

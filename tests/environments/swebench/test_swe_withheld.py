@@ -17,6 +17,7 @@ from agentrl_swebench import withheld_run
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.grade import grade
+from agentrl_swebench.grade_worker import marked_lines
 from agentrl_swebench.harness import Evidence
 from agentrl_swebench.testfiles import TestFiles as Files
 from agentrl_swebench.testfiles import git_diff, script_with
@@ -181,8 +182,14 @@ def test_a_test_without_a_withheld_value_is_judged_by_the_official_verdict(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
-    [PARTLY.replace("== [(1, 9)]", ""), "def test_inside(:\n", "test_inside = lambda: None\n"],
-    ids=["one bit", "not Python", "no function"],
+    [
+        PARTLY.replace("== [(1, 9)]", ""),
+        "from spans import merge\n\n\ndef test_inside():\n    wanted = bool('yes')\n"
+        "    got = merge([(1, 9), (3, 5)]) == [(1, 9)]\n    assert got == wanted\n",
+        "def test_inside(:\n",
+        "test_inside = lambda: None\n",
+    ],
+    ids=["one bit", "a value that is one bit", "not Python", "no function"],
 )
 def test_what_nothing_confirms_is_masked_unless_it_is_to_be_paid(
     tmp_path, monkeypatch, files, source
@@ -265,6 +272,12 @@ def test_a_broken_test_that_must_keep_passing_is_not_paid(tmp_path, monkeypatch,
         run = in_folder(tmp_path / official_run)
         verdict = graded(monkeypatch, instance, broken, run, official_run=official_run)
         assert (verdict.resolved, verdict.reward) == (False, 0.0), verdict
+
+
+def test_a_report_is_found_within_a_line_of_another_stream():
+    text = "+ CODE=0@mark [1, 2]\n@mark [2, 3]\n\n+ sed 's/^/@mark /' /tmp/@mark\n[4, 5]\n"
+    assert marked_lines(text, "@mark")[:2] == ["[1, 2]", "[2, 3]"]
+    assert len(marked_lines(text, "@mark")) == 3 and marked_lines(text, "") == []
 
 
 def test_names_of_other_runners_are_found():
