@@ -45,7 +45,7 @@ def test_every_metric_named_in_the_code_has_a_meaning():
 
 
 def test_a_name_with_a_part_of_its_own_has_the_meaning_of_its_kind():
-    assert meaning("env/tool_calls") == METRICS["env/<name>"]
+    assert meaning("env/score") == METRICS["env/<name>"]
     assert meaning("rollout/staleness_fraction/3") == METRICS["rollout/staleness_fraction/<steps>"]
     assert meaning("reward/mean") == METRICS["reward/mean"]
     assert meaning("nonsense/mean") is None

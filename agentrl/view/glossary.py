@@ -59,9 +59,7 @@ METRICS: dict[str, str] = {
     "`grader_error` or `turn_timeout`.",
     "env/tool_calls": "Calls of tools per trajectory.",
     "env/tool_errors": "Of them, those in which the tool raised or ran out of time.",
-    "env/<name>": "A metric of the environment, mean over trajectories with a reward. "
-    "`tool_calls` and `tool_errors` (a tool raised or ran out of time) are counted for every "
-    "environment.",
+    "env/<name>": "A metric of the environment, mean over trajectories with a reward.",
     "env/invalid_calls": "Calls that are unreadable, of an unknown tool, or with wrong arguments.",
     "env/unseen_tools": "Tools on offer that the first prompt does not name, as some chat "
     "templates leave them out; absent where there are none.",
