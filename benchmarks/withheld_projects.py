@@ -9,8 +9,9 @@ each a process of its own, the script takes those in which a test passes within 
 * Their tests run as they are, then twice without what they expect, with the installed project as
   the reference solution. A test is covered if it has a strong probe with a stable value, and weak
   if it has only weak probes with stable values. `alike` counts the tests with the same outcomes.
-* A mutant changes a constant, an operator or a branch of a function that a test file executes. It
-  counts if a covered test fails with it that passes without, and is told if `compare` says so.
+* A mutant changes a constant, an operator or a branch of a function that a test file executes (one
+  of the faster half). It counts if a covered test fails with it that passes without, and is told
+  if `compare` says so.
 * A rewrite changes a function in form only: locals renamed, a conditional expression or a
   comprehension written as statements, an expression moved to a helper, two statements exchanged. It
   counts if the outcomes stay the same, and `compare` should not tell it from the reference.
@@ -341,6 +342,7 @@ def try_changes(
     kinds: Counter[str] = Counter()
     seen: set[str] = set()
     files = [each for each in files if each.tests_with(strong=True) & each.passed]
+    files = sorted(files, key=lambda each: each.original.seconds)[: (len(files) + 1) // 2]
     for _ in range(12 * count if files else 0):
         file = draw.choice(files)
         places = sorted(
@@ -395,10 +397,12 @@ def measure(name: str, python: Path, options: argparse.Namespace) -> dict[str, A
         paths = sorted(project.package.rglob("test_*.py"))
         draw.shuffle(paths)
         files: list[File] = []
-        while paths and len(files) < options.files:
-            file = project.try_file(paths.pop())
+        for path in paths[: 4 * options.files]:
+            file = project.try_file(path) if len(files) < options.files else None
             files += [file] if file else []
             print(f"  {len(files)} files of {name}", end="\r", flush=True)
+        if not files:
+            raise SystemExit(f"{name}: no test passes; try {python} -m pytest {project.package}")
         told = try_changes(project, files, mutants, options.mutants, draw)
         held = try_changes(project, files, rewrites, options.rewrites, draw)
     tests = [(file, name) for file in files for name in sorted(file.passed)]
