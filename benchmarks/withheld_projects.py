@@ -101,11 +101,11 @@ def mutants(function: Function) -> Iterator[tuple[str, Change]]:
         if id(node) in inside_text:
             continue  # before Python 3.12 the places of its parts are wrong
         match node:
-            case ast.Constant(value=bool() | int() | float() | str() as old):
-                value = (
-                    not old if isinstance(old, bool) else old + ("x" if isinstance(old, str) else 1)
-                )
+            case ast.Constant(value=bool() | int() | float() as old):
+                value = not old if isinstance(old, bool) else old + 1
                 yield "constant", (node, lambda n=node, v=value: changed(n, value=v))
+            case ast.Constant(value=str() as text):
+                yield "constant", (node, lambda n=node, v=f"{text}x": changed(n, value=v))
             case ast.BinOp(op=old) | ast.BoolOp(op=old) if type(old) in SWAPPED:
                 op = SWAPPED[type(old)]()
                 yield "operator", (node, lambda n=node, op=op: changed(n, op=op))
@@ -140,8 +140,8 @@ def rewrites(function: Function) -> Iterator[tuple[str, Change]]:
     stored = names_in(function, ast.Store)
     arguments = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
     if new := {name: f"{name}_of_it" for name in stored - arguments}:
-        body = changed(function, body=[renamed(each, new) for each in function.body])
-        yield "renamed locals", (function, lambda: body)
+        other = changed(function, body=[renamed(each, new) for each in function.body])
+        yield "renamed locals", (function, lambda: other)
     for node in inner:
         match node:
             case ast.Assign(targets=[ast.Name()], value=value) | ast.Return(value=value):
@@ -167,23 +167,19 @@ def rewrites(function: Function) -> Iterator[tuple[str, Change]]:
                 yield "loop", (node, lambda m=made, w=with_value: [*m, w(ast.Name("made"))])
         if value is not None and not isinstance(value, ast.Constant | ast.Name):
             free = sorted(names_in(value, ast.Load) & (stored | arguments))
-            helper = ast.Lambda(
-                ast.parse(f"lambda {', '.join(free)}: 0", mode="eval").body.args, value
-            )
+            empty: Any = ast.parse(f"lambda {', '.join(free)}: 0", mode="eval").body
+            helper: Any = changed(empty, body=value)[0]
             call = ast.Call(ast.Name("helper"), [ast.Name(n) for n in free], [])
             first = ast.Assign([ast.Name("helper")], helper)
             yield "helper", (node, lambda f=first, c=call, w=with_value: [f, w(c)])
     blocks = [getattr(each, "body", []) for each in (function, *inner)]
     for block in (each for each in blocks if isinstance(each, list)):
         for one, two in itertools.pairwise(block):
-            if (
-                _is_simple(one)
-                and _is_simple(two)
-                and not (
-                    names_in(one, ast.Store) & (names_in(two, ast.Load) | names_in(two, ast.Store))
-                    or names_in(two, ast.Store) & names_in(one, ast.Load)
-                )
-            ):
+            own, others = (names_in(each, ast.Store) for each in (one, two))
+            is_free = not (
+                own & (names_in(two, ast.Load) | others) or others & names_in(one, ast.Load)
+            )
+            if is_free and _is_simple(one) and _is_simple(two):
                 span = changed(one, end_lineno=two.end_lineno, end_col_offset=two.end_col_offset)[0]
                 yield "exchanged", (span, lambda one=one, two=two: [two, one])
 
