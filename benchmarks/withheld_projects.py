@@ -41,7 +41,15 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.runtime import kill_group, start_group
-from agentrl_rewards.withheld import Values, Withheld, compare, read_reports, stable, withhold
+from agentrl_rewards.withheld import (
+    Values,
+    Withheld,
+    compare,
+    read_reports,
+    stable,
+    tells,
+    withhold,
+)
 
 PLUGIN = """
 import json, os, sys, pytest
@@ -228,8 +236,12 @@ class File:
     reference: dict[int, Any] = field(default_factory=dict)
 
     def tests_with(self, *, strong: bool) -> set[str]:
-        probes = self.made.probes
-        tests = {probes[n].test for n in self.reference if probes[n].strong or not strong}
+        tests = {
+            self.made.probes[number].test
+            for number, values in self.reference.items()
+            if not strong
+            or (self.made.probes[number].strong and any(tells(value) for _, value in values))
+        }
         return {name for name in self.original.outcomes if _place(name) in tests}
 
     @property

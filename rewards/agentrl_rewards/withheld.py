@@ -54,7 +54,6 @@ MAKERS = frozenset({
     "tuple", "float", "int", "str", "complex", "bytes", "DataFrame", "Series", "Index", "datetime",
     "date",
     "timedelta", "OrderedDict", "zeros", "ones", "full", "arange", "linspace", "eye", "dedent",
-    "join", "format", "strip",
 })  # fmt: skip
 """Calls in which an expected value is made."""
 READERS = frozenset({
@@ -63,6 +62,8 @@ READERS = frozenset({
 })  # fmt: skip
 """Calls by which a test takes what it expects from a file, where the code under test can read
 it."""
+TEXT_MAKERS = {"join", "format", "strip"}
+"""The same, as methods of a literal."""
 EXPECTED_NAME = re.compile(r"expect|desired|want|correct|answer|truth|^exp|^ref", re.IGNORECASE)
 OPERATORS: dict[type[ast.cmpop], Any] = {
     ast.NotEq: operator.ne, ast.IsNot: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
@@ -279,11 +280,7 @@ def _same_members(probe: Probe, one: list[Any], two: list[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns plain data from its canonical form.
-
-    Raises:
-        ValueError: it is not plain data.
-    """
+    """Returns plain data from its canonical form, and an object that equals nothing for others."""
     if not isinstance(value, list):
         return value
     kind, *content = value
@@ -296,7 +293,7 @@ def _plain(value: Any) -> Any:
         return {_plain(k): _plain(v) for k, v in content[0]}
     if kind == "bytes":
         return bytes.fromhex(content[0])
-    raise ValueError(f"{kind} is not plain data")
+    return object()
 
 
 def _same_exception(probe: Probe, reference: Any, reported: Any) -> bool:
@@ -320,7 +317,7 @@ def is_literal(node: ast.AST) -> bool:
     """Returns True if a node is plain data, or data in a call that only makes such data."""
     if isinstance(node, ast.Call):
         parts = [*node.args, *(each.value for each in node.keywords)]
-        return _called(node) in MAKERS and all(map(is_literal, parts))
+        return _only_makes(node) and all(map(is_literal, parts))
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         return all(map(is_literal, node.elts))
     if isinstance(node, ast.Dict):
@@ -330,6 +327,14 @@ def is_literal(node: ast.AST) -> bool:
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return False
     return True
+
+
+def _only_makes(call: ast.Call) -> bool:
+    """Returns True if a call makes data of its arguments."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if _called(call) in TEXT_MAKERS:
+        return owner is not None and is_literal(owner)
+    return _called(call) in MAKERS and isinstance(owner, ast.Name | ast.Attribute | None)
 
 
 def _called(node: ast.AST) -> str:
@@ -554,7 +559,7 @@ class _Module(ast.NodeTransformer):
                 return 0.5
             values = self._scope.values.get(node.id, []) if self._scope and depth < 8 else []
             return max([1.0, *(self._rank(each, depth + 1) for each in values)])
-        if isinstance(node, ast.Call) and _called(node) not in MAKERS:
+        if isinstance(node, ast.Call) and not _only_makes(node):
             return 2.5 if _called(node)[:1].isupper() else 3
         inner = [
             self._rank(each, depth)
@@ -716,6 +721,12 @@ class _Pruner(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if _bound(node.target) <= self._dead and node.value is not None:
+            self.freed |= _loaded(node.value)
+            return ast.copy_location(ast.Pass(), node)
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if _bound(node.target) <= self._dead:
             self.freed |= _loaded(node.value)
             return ast.copy_location(ast.Pass(), node)
         return node

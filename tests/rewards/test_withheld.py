@@ -249,6 +249,9 @@ def triple_less_one(x):
 
 FORMS = {
     "equal": "def test():\n    assert f(2) == 4, f(3)",
+    "changed in place": "def test():\n    y = 2\n    y *= 2\n    assert f(2) == y",
+    "method of the actual": "def test():\n    x = str(f(2)).strip('x')\n    y = '4'.lower()\n"
+    "    assert x == y",
     "reversed": "def test():\n    assert 4 == f(2)",
     "and": "def test():\n    assert f(2) == 4 and f(3) == 6",
     "chain": "def test():\n    assert f(2) == f(2) == 4",
