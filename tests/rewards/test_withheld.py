@@ -391,6 +391,7 @@ def test_an_exception_counts_by_the_kinds_that_a_test_can_see(tmp_path):
 
     source = "def test():\n    with raises(ValueError, match='^no'):\n        f(1)"
     made, reference = play(source, tmp_path, raising(ValueError("no number")))
+    assert made.probes[1].strong
     for error, is_paid in [
         (ValueError("no, not at all"), True),
         (Both("no"), False),  # its text is quoted, as that of a KeyError is
@@ -398,6 +399,7 @@ def test_an_exception_counts_by_the_kinds_that_a_test_can_see(tmp_path):
         (ValueError("a number"), False),
         (TypeError("no"), False),
         (AnyOf("no"), False),
+        (ValueError("no" + " or any other word" * 10), False),
     ]:
         values = play(source, tmp_path, raising(error))[1]
         assert (not compare(made.probes, reference, values).wrong) is is_paid, error

@@ -42,6 +42,8 @@ Where = tuple[str, Test]
 """File of a test, and its class and function."""
 
 _END_MARK = ": '>>>>> End Test Output'"
+_MAX_BYTES = 64 << 20
+"""Limit on the reports of a run."""
 _PASS = frozenset({"PASSED", "XFAIL"})
 """Statuses that the harness counts as passed."""
 
@@ -153,7 +155,7 @@ def _without_values(
     if script is None or _END_MARK not in script:
         return instance, "", {}
     # On the stream of the shell's own traces, so that none comes between.
-    shown = f"sed 's/^/{mark} /' {report_file} >&2\n{_END_MARK}"
+    shown = f"head -c {_MAX_BYTES} {report_file} | sed 's/^/{mark} /' >&2\n{_END_MARK}"
     script = script.replace(_END_MARK, shown, 1)
     return dataclasses.replace(instance, eval_script=script), mark, probes
 
