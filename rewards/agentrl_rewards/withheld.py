@@ -366,9 +366,20 @@ def _bound(target: ast.AST) -> set[str]:
 
 def _root(node: ast.AST) -> str:
     """Returns the name of which a node is a value as it is, or a part; "" if it is computed."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+    while True:
+        match node:
+            case ast.Name():
+                return node.id
+            case ast.Attribute() | ast.Subscript():
+                node = node.value
+            case ast.ListComp() | ast.SetComp() | ast.DictComp():
+                node = node.generators[0].iter
+            case ast.Call(ast.Name("list" | "tuple" | "set" | "dict" | "sorted"), [inner]):
+                node = inner
+            case ast.Call(ast.Attribute(attr="values" | "keys" | "items" | "copy") as inner, []):
+                node = inner
+            case _:
+                return ""
 
 
 @dataclass(slots=True)

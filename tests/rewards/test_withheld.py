@@ -341,6 +341,10 @@ WEAK = {
     "constant that stays": "FOUR = 4\ndef test():\n    assert f(2) == FOUR\n"
     "def test_other():\n    f(FOUR)",
     "part of what stays": "def test():\n    y = [4]\n    assert f(2) == y[0]\n    y.pop()",
+    "members of what stays": "T = {2: 4}\ndef test():\n"
+    "    assert [f(x) for x in T] == list(T.values())",
+    "columns of what stays": "def test():\n    t = [(2, 4)]\n"
+    "    assert [f(x) for x, y in t] == [y for x, y in t]",
     "class": "class TestF:\n    four = 4\n    def test(self):\n        assert f(2) == TestF.four",
     "file": "def test():\n    with open('four') as file:\n        y = int(file.read())\n"
     "    assert f(2) == y",
