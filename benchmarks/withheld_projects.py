@@ -223,6 +223,7 @@ class Run:
     outcomes: dict[str, Counter[str]]
     """Outcomes of each test by the qualified name of its function; none if the run never ended."""
     executed: set[tuple[str, int]]
+    """Module and first line of the project's functions, if they were traced."""
     values: Values
     seconds: float
 
@@ -281,7 +282,7 @@ class Project:
         process = start_group(command, cwd=self.folder, env=os.environ | variables,
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         try:
-            process.wait(self.seconds)
+            process.wait(self.seconds * (5 if trace else 1))  # tracing is slow
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -292,9 +293,9 @@ class Project:
         for name, outcome in tests:
             found[name][outcome] += 1
         text = self.reports.read_text(errors="replace") if self.reports.exists() else ""
-        return Run(
-            dict(found), {(p, n) for p, n in executed}, read_reports(text.splitlines()), seconds
-        )
+        own = f"{self.package}/"
+        functions = {(p, n) for p, n in executed if p.startswith(own) and "/tests/" not in p}
+        return Run(dict(found), functions, read_reports(text.splitlines()), seconds)
 
     def with_text(self, path: Path, text: str, tests: Path, **options: Any) -> Run:
         """Runs tests while a file of the project holds another text."""
@@ -349,16 +350,15 @@ def try_changes(
     tried: list[Tried] = []
     kinds: Counter[str] = Counter()
     seen: set[str] = set()
-    files = [each for each in files if each.tests_with(strong=True) & each.passed]
+    files = [
+        each
+        for each in files
+        if each.tests_with(strong=True) & each.passed and each.runs[1].executed
+    ]
     files = sorted(files, key=lambda each: each.original.seconds)[: (len(files) + 1) // 2]
     for _ in range(12 * count if files else 0):
         file = draw.choice(files)
-        places = sorted(
-            (name, line)
-            for name, line in file.runs[1].executed
-            if name.startswith(f"{project.package}/") and "/tests/" not in name
-        )
-        name, line = draw.choice(places)
+        name, line = draw.choice(sorted(file.runs[1].executed))
         path = Path(name)
         function = functions(path).get(line) if path.suffix == ".py" else None
         found = list(find(function)) if function else []
