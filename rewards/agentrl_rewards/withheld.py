@@ -459,7 +459,9 @@ class _Module(ast.NodeTransformer):
             return node
         has_pattern = "Regex" in _called(node)
         rest = node.args[2 if has_pattern else 1 :]
-        kinds, match = _expected_exception(node, has_pattern)
+        arguments: dict[str, list[ast.expr]] = {name: [] for name in self._scope.arguments}
+        assigned = {**self._globals, **arguments, **self._scope.values}
+        kinds, match = _expected_exception(node, has_pattern, assigned)
         number = self._probe(node, strong=bool(match), raises=True, kinds=kinds, match=match)
         options = [each for each in node.keywords if each.arg not in ("match", "msg")]
         name = "raised" if rest else "raises"
@@ -782,7 +784,9 @@ def _call(
     )
 
 
-def _expected_exception(call: ast.Call, has_pattern: bool) -> tuple[tuple[str, ...], str]:
+def _expected_exception(
+    call: ast.Call, has_pattern: bool, assigned: Mapping[str, list[ast.expr]]
+) -> tuple[tuple[str, ...], str]:
     """Returns the kinds that a call of `raises` names and the pattern that it matches."""
     expected = call.args[0] if call.args else ast.Tuple([])
     parts = expected.elts if isinstance(expected, ast.Tuple) else [expected]
@@ -790,8 +794,14 @@ def _expected_exception(call: ast.Call, has_pattern: bool) -> tuple[tuple[str, .
     kinds = tuple(names) if all(each[:1].isupper() for each in names) else ()
     given = [each.value for each in call.keywords if each.arg == "match"]
     given += call.args[1:2] if has_pattern else []
-    pattern = given[0].value if given and isinstance(given[0], ast.Constant) else ""
-    return kinds, pattern if isinstance(pattern, str) else ""
+    if given and isinstance(given[0], ast.Name):
+        given = assigned.get(given[0].id, [])
+    match given:
+        case [ast.Constant(value=str() as pattern)]:
+            return kinds, pattern
+        case [ast.Call(args=[ast.Constant(value=str() as text)]) as made]:
+            return kinds, re.escape(text) if _called(made) == "escape" else ""
+    return kinds, ""
 
 
 def _tolerance(call: ast.Call) -> tuple[float, float] | None:

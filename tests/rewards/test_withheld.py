@@ -407,6 +407,18 @@ def test_an_exception_counts_by_the_kinds_that_a_test_can_see(tmp_path):
     ]:
         values = play(source, tmp_path, raising(error))[1]
         assert (not compare(made.probes, reference, values).wrong) is is_paid, error
+    for first, pattern in (
+        ("expected = r'no .number.'", "expected"),
+        ("import re", "re.escape('no (number)')"),
+    ):
+        named = (
+            f"def test():\n    {first}\n    with raises(ValueError, match={pattern}):\n        f(1)"
+        )
+        made, reference = play(named, tmp_path, raising(ValueError("no (number)")))
+        assert made.probes[1].strong and "number" not in made.text.split("def test")[1]
+        for text, is_paid in (("no (number)!", True), ("not at all", False)):
+            values = play(named, tmp_path, raising(ValueError(text)))[1]
+            assert (not compare(made.probes, reference, values).wrong) is is_paid
     plain = "def test():\n    with raises(ValueError):\n        f(1)"
     made, reference = play(plain, tmp_path, raising(ValueError("no")))
     values = play(plain, tmp_path, raising(Both("no")))[1]
