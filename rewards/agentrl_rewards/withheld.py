@@ -376,6 +376,8 @@ def _root(node: ast.AST) -> str:
                 node = node.generators[0].iter
             case ast.Call(ast.Name("list" | "tuple" | "set" | "dict" | "sorted"), [inner]):
                 node = inner
+            case ast.Call(ast.Attribute(attr="escape"), [inner]):
+                node = inner
             case ast.Call(ast.Attribute(attr="values" | "keys" | "items" | "copy") as inner, []):
                 node = inner
             case _:
@@ -462,7 +464,8 @@ class _Module(ast.NodeTransformer):
         arguments: dict[str, list[ast.expr]] = {name: [] for name in self._scope.arguments}
         assigned = {**self._globals, **arguments, **self._scope.values}
         kinds, match = _expected_exception(node, has_pattern, assigned)
-        number = self._probe(node, strong=bool(match), raises=True, kinds=kinds, match=match)
+        stated = next((each.value for each in node.keywords if each.arg == "match"), node)
+        number = self._probe(stated, strong=bool(match), raises=True, kinds=kinds, match=match)
         options = [each for each in node.keywords if each.arg not in ("match", "msg")]
         name = "raised" if rest else "raises"
         return _call(name, [ast.Constant(number), *rest], options if rest else [])

@@ -329,6 +329,8 @@ WEAK = {
     "        self.assertLogs(f)",
     "nothing": "def test():\n    f(2)",
     "literals alone": "def test():\n    assert 2 == 2 == 2",
+    "text of an exception that stays": "import re\ndef test():\n    m = 'no'\n    print(m)\n"
+    "    with raises(ValueError, match=re.escape(m)):\n        f(None)",
     "exception": "def test():\n    with raises(ValueError):\n        f(None)",
     "columns that stay": "def test():\n    for x, y in {2: 4}.items():\n        assert f(x) == y",
     "one that goes and one that stays": "def test():\n    for x, y in [(2, 4)]:\n"
