@@ -55,13 +55,12 @@ PLUGIN = """
 import json, os, sys, pytest
 outcomes, ran = [], set()
 def seen(frame, event, argument):
-    if event == "call":
-        ran.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+    ran.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item):
-    sys.setprofile(seen if os.environ["TRACE"] else None)
+    sys.settrace(seen if os.environ["TRACE"] else None)
     yield
-    sys.setprofile(None)
+    sys.settrace(None)
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
