@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
@@ -48,6 +49,9 @@ from agentrl.model.text.template import template_source
 from agentrl.model.towers import EXACT_FAMILIES, require_exact_images
 
 logger = logging.getLogger(__name__)
+
+# transformers 5.24: Llama 4 with its vision tower reads this of its decoder's output.
+MoeCausalLMOutputWithPast.image_outputs = None  # pyright: ignore[reportAttributeAccessIssue]
 
 HUB_TIMEOUT_S = 10.0
 # Dropout in the backbone; heads for classification and summaries do not run here.
