@@ -10,7 +10,6 @@ import pytest
 import torch
 from launch import QUICKSTART, ends_well, train
 from launch import agentrl as command
-from peft.tuners.tuners_utils import BaseTunerLayer
 from pretended import waits_counted
 
 # Imported once, for all that is forked.
@@ -201,6 +200,8 @@ def test_a_wait_is_found(tmp_path, monkeypatch):
 def test_a_gradient_of_another_dtype_is_found(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def frozen(model):
+        from peft.tuners.tuners_utils import BaseTunerLayer  # which looks for GPUs
+
         adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         for module in adapted:
             module.enable_adapters(False)
