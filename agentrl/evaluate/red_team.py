@@ -74,7 +74,7 @@ _PAY = (
 
 @dataclass(slots=True, frozen=True)
 class Seen:
-    """What a cheater knows when it acts."""
+    """Holds what a cheater knows when it acts."""
 
     messages: list[Message]
     tools: list[ToolSpec]
@@ -201,7 +201,7 @@ class CheatingPolicy:
 
 @dataclass(slots=True, frozen=True)
 class Paid:
-    """What a cheater was paid."""
+    """Counts what a cheater was paid."""
 
     name: str
     average: float

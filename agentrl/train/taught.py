@@ -1,4 +1,4 @@
-"""What a step, or several, taught: the same tasks with the same seeds, before and after.
+"""Compares two checkpoints on the same tasks and seeds, to show what the steps between taught.
 
 Both policies draw with the same random numbers, so what differs between the two is the weights.
 """

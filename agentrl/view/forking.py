@@ -1,4 +1,4 @@
-"""What a page of `agentrl view --play` asks to be played. Who plays is given to the application, as
+"""Describes what a page of `agentrl view --play` asks for. The application is given who plays, as
 playing needs torch; without a player the pages only read."""
 
 from __future__ import annotations
