@@ -822,3 +822,9 @@ def test_an_answer_to_another_step_is_refused():
             assert error.code == "env_error"
 
     asyncio.run(main())
+
+
+def test_a_program_that_forgets_to_close_its_environment_ends():
+    program = "from agentrl.env import make\nprint(make('math').sync.info().id)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, b"math")
