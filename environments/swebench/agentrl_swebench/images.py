@@ -121,7 +121,7 @@ def pull(
             done = "local"
         except ImageNotFound:
             with freeing:
-                _free_disk(client, min_free_bytes, keep)
+                _free_disk(client, min_free_bytes, keep, name)
             try:
                 found = (name, str(client.images.pull(name).id))
             except (APIError, ImageNotFound) as error:
@@ -147,7 +147,7 @@ def pull(
     return found
 
 
-def _free_disk(client: docker.DockerClient, min_free_bytes: int, keep: set[str]) -> None:
+def _free_disk(client: docker.DockerClient, min_free_bytes: int, keep: set[str], name: str) -> None:
     free = free_bytes(client)
     if free is None or free >= min_free_bytes:
         return
@@ -155,7 +155,7 @@ def _free_disk(client: docker.DockerClient, min_free_bytes: int, keep: set[str])
     free = free_bytes(client) or 0
     if free < min_free_bytes:
         raise EnvError(
-            f"the Docker engine's disk has {free / 2**30:.1f} GiB free, and "
+            f"no room for {name}: the Docker engine's disk has {free / 2**30:.1f} GiB free, and "
             f"{min_free_bytes / 2**30:.1f} GiB are needed; nothing more may be evicted: free space "
             "there, or pull fewer instances at once",
             code="disk_full",
