@@ -494,8 +494,9 @@ class Sample:
     """For each trained token the ids it was drawn from, int32; None where all were, or where the
     engine did not say which."""
     routes: np.ndarray | None = None
-    """(T, routers, experts per token) int16: the experts that the sampler used for each token, -1
-    where that is not known; None where it is of none."""
+    """(T, routers, experts per token) int16, or a server's (T, layers * experts per token): the
+    experts that the sampler used for each token, -1 where that is not known; None where it is of
+    none."""
     row: int = 0
     """Index of the row in its trajectory."""
     images: list[ShownImage] = field(default_factory=list)

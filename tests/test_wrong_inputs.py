@@ -45,11 +45,6 @@ OVERRIDES = [
     ('--reward.options {"f1":{}}', "reward.options has f1", "reward.functions"),
     ("--rollout.template x", "--rollout.template: 'x' is not a table", "--rollout.template '{"),
     ("--rollout.stop_strings 5", "--rollout.stop_strings", '\'["a", "b"]\''),
-    (
-        "--train.router_replay true --inference.backend vllm",
-        "train.router_replay",
-        "inference.backend = 'embedded'",
-    ),
     ("--train.router_replay true --model.compile true", "train.router_replay", "model.compile"),
     (
         "--train.router_replay true --rollout.replay_share 0.5 --objective.ratio.anchor rollout",

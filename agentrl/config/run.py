@@ -310,11 +310,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_router_replay(self) -> RunConfig:
-        if self.train.router_replay and self.inference.backend != "embedded":
-            raise ValueError(
-                "train.router_replay works with the embedded engine only; set "
-                "inference.backend = 'embedded', or leave it out"
-            )
         if self.train.router_replay and self.model.compile:
             raise ValueError(
                 "train.router_replay hooks into the routers, which model.compile compiles away; "

@@ -728,7 +728,8 @@ class TrainSection(Section):
     """Gradients with a larger norm are scaled down to it."""
     router_replay: Annotated[bool, DECISIVE] = False
     """Mixtures of experts: route each token to the experts that it went to when it was sampled
-    (docs/models.md). Needs `inference.backend = "embedded"`."""
+    (docs/models.md). Servers that are not started by the run need
+    `--enable-return-routed-experts`."""
     router_aux_loss: Annotated[float, Field(ge=0), DECISIVE] = 0.0
     """Mixtures of experts: weight of the model family's load-balancing loss. It is computed per
     micro-batch, so, unlike everything else, it depends on `token_budget`."""

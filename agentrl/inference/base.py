@@ -31,7 +31,8 @@ class SamplingParams:
     """Reports the ids that each token was drawn from, if `top_k`, `top_p` or `min_p` excludes some.
     A vLLM server does so if it was started with --return-sampling-mask."""
     report_routes: bool = False
-    """Reports the experts that each token went to. Only the embedded engine does."""
+    """Reports the experts that each token went to. Servers do so if they were started with
+    --enable-return-routed-experts; if not, the request fails."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the turn; the token itself stays in the result."""
 
@@ -52,8 +53,9 @@ class Generation:
     """The ids that each token was drawn from, int32 arrays; None if the engine did not report
     them."""
     routes: np.ndarray | None = None
-    """(T, routers, experts per token) int16: the experts that the tokens of prompt and turn went
-    to, except the last token, which was not computed. None if the engine did not report them."""
+    """(T, routers, experts per token) int16, or a server's (T, layers * experts per token): the
+    experts that the tokens of prompt and turn went to, except the last token, which was not
+    computed. None if the engine did not report them."""
 
 
 def request_seed(seed: int, request_id: str) -> int:

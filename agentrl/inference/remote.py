@@ -70,6 +70,7 @@ from agentrl.inference.token_api import (
     SamplingFields,
     error_message,
     read_context,
+    read_routes,
     read_sampled,
     read_weight_version,
     request_body,
@@ -260,6 +261,7 @@ class ServerEngine:
                 whole.versions + part.versions,
                 part.finish_reason,
                 _joined(whole.kept_ids, part.kept_ids),
+                _continued(whole.routes, part.routes),
             )
         if whole.versions:
             remember(self._newest_version, trajectory, whole.versions[-1])
@@ -371,7 +373,13 @@ class ServerEngine:
         fields = self._sampling_of(part_id, sampling)
         rid = self._id_for_server(wire_id)
         body = request_body(
-            endpoint, self._model, prompt_ids, fields, request_id=rid, features=features
+            endpoint,
+            self._model,
+            prompt_ids,
+            fields,
+            request_id=rid,
+            features=features,
+            report_routes=sampling.report_routes,
         )
         try:
             answer = await self._post(server, endpoint, body)
@@ -399,8 +407,11 @@ class ServerEngine:
         kept_ids = None
         if sampled.kept_ids is not None or not sampled.token_ids:
             kept_ids = [np.array(ids, np.int32) for ids in sampled.kept_ids or []]
+        routes = None
+        if sampling.report_routes and sampled.token_ids:
+            routes = read_routes(endpoint, server.url, sampled, len(prompt_ids))
         return Generation(
-            sampled.token_ids, sampled.logprobs, versions, sampled.finish_reason, kept_ids
+            sampled.token_ids, sampled.logprobs, versions, sampled.finish_reason, kept_ids, routes
         )
 
     def _clipped(self, server: Server, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
@@ -611,6 +622,13 @@ def _joined(
     first: list[np.ndarray] | None, second: list[np.ndarray] | None
 ) -> list[np.ndarray] | None:
     return None if first is None or second is None else first + second
+
+
+def _continued(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
+    """Returns the routes of a whole continuation: tokens keep those that they were sampled with."""
+    if first is None or second is None:
+        return first if second is None else second
+    return np.concatenate([first, second[len(first) :]])
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,6 +11,8 @@ Rollouts, the probe after a weight update, and a teacher on a server all use thi
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import re
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar, cast, get_args
 
 import msgspec
+import numpy as np
 
 from agentrl.errors import InferenceError
 from agentrl.inference.vllm_images import Features
@@ -95,6 +98,7 @@ class _SGLangBody(msgspec.Struct, kw_only=True):
     """First prompt token to report a log-probability of; -1 reports none."""
     top_logprobs_num: int
     return_logprob: bool = True
+    return_routed_experts: bool = False
 
 
 # gc=False: these objects, one per token, have no cycles, so the garbage collector can skip them.
@@ -130,6 +134,8 @@ class _GenerateChoice(msgspec.Struct, gc=False):
     weight_versions: list[VersionSpan] | None = None
     sampling_mask: list[list[int]] | None = None
     """Present if the server was started with --return-sampling-mask."""
+    routed_experts: str | None = None
+    """Present if the server was started with --enable-return-routed-experts."""
 
 
 class _GenerateAnswer(msgspec.Struct, gc=False):
@@ -147,6 +153,7 @@ class _CompletionChoice(msgspec.Struct, gc=False):
     logprobs: _CompletionLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: str | None = None
 
 
 class _CompletionAnswer(msgspec.Struct, gc=False):
@@ -168,6 +175,7 @@ class _SGLangMeta(msgspec.Struct, gc=False):
     output_top_logprobs: list[list[_SGLangLogprob] | None] | None = None
     weight_version: str | None = None
     weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | None = None
 
 
 class _SGLangAnswer(msgspec.Struct, gc=False):
@@ -205,6 +213,9 @@ class Sampled:
     """None unless they were requested."""
     kept_ids: list[list[int]] | None = None
     """The ids that each token was drawn from; None if the server did not report them."""
+    routed_experts: str | None = None
+    """The experts that tokens went to, for `read_routes`; None if the server did not report
+    them."""
 
 
 class NotJSON(Exception):
@@ -233,6 +244,7 @@ def request_body(
     request_id: str | msgspec.UnsetType = msgspec.UNSET,
     cache_salt: str | msgspec.UnsetType = msgspec.UNSET,
     features: Features | msgspec.UnsetType = msgspec.UNSET,
+    report_routes: bool = False,
 ) -> bytes:
     """Returns the JSON of a request for one continuation.
 
@@ -242,6 +254,8 @@ def request_body(
         cache_salt: requests with different salts share no cached prefix. Not sent to SGLang, which
             recomputes prompts whose log-probabilities are requested.
         features: the prompt's images, for `GENERATE` only.
+        report_routes: asks SGLang for the experts of each token. A vLLM server always reports them,
+            or never.
     """
     if endpoint == GENERATE:
         return _encoder.encode(
@@ -272,6 +286,7 @@ def request_body(
                 ),
                 logprob_start_len=-1 if sampling.prompt_logprobs is msgspec.UNSET else 0,
                 top_logprobs_num=sampling.logprobs,
+                return_routed_experts=report_routes,
             )
         )
     fields = msgspec.structs.asdict(sampling)
@@ -311,6 +326,40 @@ def read_sampled(
         sampled = _read_completion(url, choice, prompt_ids)
     _check(url, sampled, max_tokens, vocab_size)
     return sampled
+
+
+def read_routes(endpoint: Endpoint, url: str, sampled: Sampled, num_prompt: int) -> np.ndarray:
+    """Reads the experts that the tokens of prompt and continuation went to, except the last token,
+    which was not computed.
+
+    Args:
+        num_prompt: number of prompt tokens.
+
+    Returns:
+        (tokens, layers * experts per token) int16. Layers without experts have zeros.
+
+    Raises:
+        InferenceError: they are missing, or not one row for each token.
+    """
+    if sampled.routed_experts is None:
+        raise InferenceError(
+            f"{url}: train.router_replay needs the experts of each token, which the answer does "
+            "not have; start the server with --enable-return-routed-experts, or leave "
+            "train.router_replay out"
+        )
+    num_rows = num_prompt + len(sampled.token_ids) - 1
+    try:
+        data = base64.b64decode(sampled.routed_experts, validate=True)
+        if endpoint == SGLANG:
+            routes = np.frombuffer(data, np.int32)
+        else:
+            routes = np.load(io.BytesIO(data), allow_pickle=False)
+        return routes.reshape(num_rows, -1).astype(np.int16)
+    except ValueError as error:
+        raise InferenceError(
+            f"{url}: its routed_experts are not an array with a row for each of the first "
+            f"{num_rows} tokens: {error}"
+        ) from error
 
 
 def read_prompt_logprobs(endpoint: Endpoint, url: str, body: bytes) -> PromptLogprobs | None:
@@ -442,6 +491,7 @@ def _read_generate(
         choice.weight_versions or [],
         prompt_logprobs,
         choice.sampling_mask,
+        choice.routed_experts,
     )
 
 
@@ -459,6 +509,7 @@ def _read_completion(url: str, choice: _CompletionChoice, prompt_ids: list[int])
         _finish_reason(url, choice.finish_reason),
         [],
         choice.prompt_logprobs,
+        routed_experts=choice.routed_experts,
     )
 
 
@@ -478,6 +529,7 @@ def _read_sglang(url: str, answer: _SGLangAnswer) -> Sampled:
         _finish_reason(url, meta.finish_reason.type if meta.finish_reason else None),
         spans or [],
         _sglang_prompt(meta),
+        routed_experts=meta.routed_experts,
     )
 
 

@@ -121,7 +121,7 @@ def own_part(micro: MicroBatch, context: Context) -> MicroBatch:
         kept = KeptIds(kept.ids[np.repeat(here, counts)], starts)
     routes = micro.routes
     if routes is not None:
-        around = ((0, padding), (0, 0), (0, 0))
+        around = ((0, padding), *[(0, 0)] * (routes.ndim - 1))
         routes = np.pad(routes, around, constant_values=-1)[start:stop]
     return replace(
         micro,

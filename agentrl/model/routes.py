@@ -31,11 +31,11 @@ UNKNOWN = -1
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that choose experts, in the order of the layers."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if ROUTER_CLASS.search(type(module).__name__) or name.endswith(".router")
-    ]
+    return [module for name, module in model.named_modules() if _is_router(name, module)]
+
+
+def _is_router(name: str, module: nn.Module) -> bool:
+    return bool(ROUTER_CLASS.search(type(module).__name__)) or name.endswith(".router")
 
 
 class _Choice(TorchFunctionMode):
@@ -136,9 +136,34 @@ def force(model: nn.Module, routes: Tensor | None) -> None:
     They stay forced in the backward pass, when layers are computed a second time.
 
     Args:
-        routes: (tokens, routers, experts per token), `UNKNOWN` where the router is to choose. None
-            lets the routers choose everywhere.
+        routes: (tokens, routers, experts per token), or with every layer instead of every router,
+            and the last two axes as one, as servers report them. `UNKNOWN` where the router is to
+            choose. None lets the routers choose everywhere.
+
+    Raises:
+        ValueError: the routes are not of so many layers and experts.
     """
-    for layer, router in enumerate(routers_of(model)):
-        if hasattr(router, "recorded"):  # `make_replayable` was called
-            router.routes = None if routes is None else routes[:, layer]  # pyright: ignore
+    routers: list[Any] = routers_of(model)
+    if not routers or not hasattr(routers[0], "recorded"):  # `make_replayable` was not called
+        return
+    if routes is None:
+        for router in routers:
+            router.routes = None
+        return
+    if routes.ndim == 2:
+        routes = _of_routers(model, routes, routers[0].top_k)
+    for index, router in enumerate(routers):
+        router.routes = routes[:, index]
+
+
+def _of_routers(model: nn.Module, routes: Tensor, top_k: int) -> Tensor:
+    """Returns the routes (tokens, routers, `top_k`) among those of all layers."""
+    names = [name for name, module in model.named_modules() if _is_router(name, module)]
+    layers = [int(re.findall(r"\.(\d+)\.", name)[0]) for name in names]
+    if routes.shape[1] % top_k or routes.shape[1] // top_k <= max(layers):
+        raise ValueError(
+            f"the server reports {routes.shape[1]} experts for each token, but the routers of "
+            f"{type(model).__name__} choose {top_k} in each of at least {max(layers) + 1} layers; "
+            "does it have the model at model.path?"
+        )
+    return routes.view(len(routes), -1, top_k)[:, layers]

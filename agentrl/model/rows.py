@@ -101,8 +101,8 @@ class MicroBatch:
     kept: KeptIds | None = None
     """None if a sample's kept ids are not known, as when tokens come from the whole vocabulary."""
     routes: np.ndarray | None = None
-    """(N, routers, experts per token) int16: the experts of each token, -1 if its router is to
-    choose; None if all routers are."""
+    """(N, routers, experts per token) int16, or a server's (N, layers * experts per token): the
+    experts of each token, -1 if its router is to choose; None if all routers are."""
     shown: list[SegmentOfRow] | None = None
     """One entry per segment; None if no sample has an image."""
 

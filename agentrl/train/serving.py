@@ -466,6 +466,7 @@ def server_settings(
         extra_args=[
             *(["--quantization", QUANTIZATIONS[quantization]] if quantization else []),
             *([NORMALISED] if _family(model_path) in families else []),
+            *(["--enable-return-routed-experts"] if config.train.router_replay else []),
             *extra_args,
             *inference.args,
         ],

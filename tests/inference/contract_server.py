@@ -10,11 +10,14 @@ probe. `restart` and `update` change the weights the way vLLM shows it.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from aiohttp import web
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -88,6 +91,9 @@ class ContractServer:
     """More of what /server_info says."""
     keeps_beside: list[int] | None = None
     """The ids that `sampling_mask` names beside each token; None: the server sends no masks."""
+    experts: np.ndarray | None = None
+    """(tokens, layers, experts per token): where the tokens of any sequence go, which the server
+    then reports as with --enable-return-routed-experts."""
     paused: bool = False
     generation_config: dict = field(default_factory=lambda: {"top_k": 20})
     """The model's own sampling defaults, which the completions endpoint applies."""
@@ -225,6 +231,10 @@ class ContractServer:
             elif self.weight_version is not None:
                 span = {"version": self.weight_version, "start": 0, "end": len(tokens)}
                 choice["weight_versions"] = [span]
+        if self.experts is not None and tokens:
+            file = io.BytesIO()
+            np.save(file, self.experts[: len(prompt_ids) + len(tokens) - (fault != "routes")])
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         if fault == "missing":
             del choice["logprobs"]
         if fault == "empty":

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
@@ -41,6 +42,9 @@ class SGLangServer:
     """SGLANG_RETURN_ORIGINAL_LOGPROB."""
     workers: list[str] | None = None
     """Of a router; None: it is a server."""
+    experts: np.ndarray | None = None
+    """(tokens, layers, experts per token) int32: where the tokens of any sequence go, which is
+    reported to who asks, as with --enable-return-routed-experts."""
     faults: list[str] = field(default_factory=list)
     """Each is met by one request for tokens."""
     url: str = ""
@@ -264,6 +268,9 @@ class SGLangServer:
                 [of_prompt[position, token].item(), token, None]
                 for position, token in enumerate(prompt[1:])
             ]
+        if self.experts is not None and body["return_routed_experts"]:
+            routes = self.experts[: len(prompt) + len(tokens) - 1]
+            meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from sglang_server import SGLangServer, serving
 from test_sglang import PARITY, PROMPT, client, perturb, syncing, toy_model, worst
@@ -20,6 +21,22 @@ async def test_a_request_that_fails_is_sent_again(fault):
         async with client(server.url) as engine:
             generation = await engine.generate("a-m0", PROMPT, SAMPLING)
     assert worst(server.model, PROMPT, generation, 0.6) < PARITY and not server.faults
+
+
+async def test_the_experts_of_every_token_are_read_or_missed():
+    experts = np.random.default_rng(0).integers(0, 8, (4096, 3, 2), np.int32)
+    asks = SamplingParams(4, 0.6, report_routes=True)
+    server = SGLangServer(toy_model(), experts=experts)
+    with serving(server):
+        async with client(server.url) as engine:
+            generation = await engine.generate("a-m0", PROMPT, asks)
+            assert (await engine.generate("a-m1", PROMPT, SAMPLING)).routes is None
+            server.experts = None
+            with pytest.raises(InferenceError, match="--enable-return-routed-experts"):
+                await engine.generate("a-m2", PROMPT, asks)
+    num_computed = len(PROMPT) + len(generation.token_ids) - 1
+    assert generation.routes is not None
+    assert np.array_equal(generation.routes, experts[:num_computed].reshape(num_computed, 6))
 
 
 async def test_a_server_that_hangs_is_left_for_the_other():

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 import torch
 from contract_server import (
@@ -377,6 +378,29 @@ async def test_what_a_truncated_distribution_kept_is_read_where_the_server_says_
         await generate_one(ContractServer(make_model(), faults=["mask"]), truncated)
     with pytest.raises(InferenceError, match="nor of a truncated one"):
         await generate_one(ContractServer(make_model(), processed_logprobs=False), truncated)
+
+
+@both_endpoints
+@pytest.mark.parametrize("faults", [[], ["abort2"]])
+async def test_the_experts_of_every_token_are_read(scale_out, faults):
+    experts = np.random.default_rng(0).integers(0, 8, (CONTEXT, 3, 2), np.uint8)
+    server = ContractServer(make_model(), scale_out=scale_out, experts=experts, faults=faults)
+    generation = await generate_one(server, SamplingParams(6, report_routes=True))
+    assert len(generation.token_ids) == 6 and generation.routes is not None
+    num_computed = len(PROMPT) + 6 - 1
+    assert np.array_equal(generation.routes, experts[:num_computed].reshape(num_computed, 6))
+    assert generation.routes.dtype == np.int16
+
+
+@both_endpoints
+async def test_a_server_without_the_experts_of_every_token_is_refused(scale_out):
+    asks = SamplingParams(6, report_routes=True)
+    with pytest.raises(InferenceError, match="--enable-return-routed-experts"):
+        await generate_one(ContractServer(make_model(), scale_out=scale_out), asks)
+    experts = np.zeros((CONTEXT, 3, 2), np.uint8)
+    faulty = ContractServer(make_model(), scale_out=scale_out, experts=experts, faults=["routes"])
+    with pytest.raises(InferenceError, match="routed_experts"):
+        await generate_one(faulty, asks)
 
 
 async def test_a_wrong_token_and_a_wrong_server_are_named_at_the_start():

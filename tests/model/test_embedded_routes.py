@@ -84,6 +84,24 @@ def test_in_bfloat16_sampler_and_trainer_agree_as_in_a_dense_model(model_type):
     assert chosen.mean() > 1.1 * forced.mean() and chosen.max() > 1.1 * forced.max()
 
 
+def test_a_server_reports_layers_without_experts_too():
+    model = loaded("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=1)
+    make_replayable(model)
+    samples = played(model, num=4)
+    for each in samples:  # other experts than the model would choose
+        each.routes = np.roll(each.routes, 1, axis=0)
+    expected = difference(model, samples)
+    for each in samples:
+        layers = np.zeros((len(each), 4, each.routes.shape[-1]), np.int16)
+        layers[:, 1:] = each.routes
+        each.routes = layers.reshape(len(each), -1)
+    assert torch.equal(difference(model, samples), expected) and expected.max() > 1e-3
+    for each in samples:
+        each.routes = each.routes[:, :-2]
+    with pytest.raises(ValueError, match=r"model\.path"):
+        difference(model, samples)
+
+
 def by_hand(model, model_type, routes):
     """Replaces the routers by the families' formulas for experts that are given."""
     for router, own in zip(routers_of(model), routes.long().unbind(1), strict=True):
