@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import os
 import re
+import tarfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -52,6 +55,9 @@ _FIRST_PROCESS = (
     "USR1 USR2; "
     "while [ $SECONDS -lt {life_s} ]; do read -r -t 1; [ $? -eq 1 ] && exit 0; done; exit 0"
 )
+
+Sink = Callable[[int, bytes], None]
+"""Takes output as it arrives: its kind (1: output, 2: errors) and its bytes."""
 
 _FIRST_USER = "65533:65533"
 
@@ -90,6 +96,8 @@ class ContainerSpec:
     """One of the engine's networks. With any but `none`, agents can reach whatever it reaches."""
     capabilities: tuple[str, ...] = ()
     """Capabilities that the container keeps; all others are dropped."""
+    new_privileges: bool = False
+    """Allow programs such as `sudo` to gain the container's capabilities."""
     memory_mb: int = 1024
     """Limit in MiB, swap included."""
     cpus: float = 1.0
@@ -242,7 +250,8 @@ class Container:
         """
         clip = Clip(max_chars)
         argv = [*_SHELL, _COMMAND, "bash", command]
-        ran = await self._execute(argv, self.spec.environment, clip, timeout_s, MAX_STREAM_BYTES)
+        add, environment = clip.add, self.spec.environment
+        ran = await self._swept(argv, environment, add, timeout_s, MAX_STREAM_BYTES)
         output, num_dropped = clip.text()
         ran = replace(ran, output=output, num_dropped=num_dropped)
         # 137 means that the shell's last process was killed; for others it prints "Killed".
@@ -276,9 +285,41 @@ class Container:
         streams = Streams()
         argv = [*_SHELL, _WAIT + script, "bash", *arguments]
         variables = {"HOME": "/nonexistent"} if environment is None else environment
-        ended = await self._execute(argv, variables, streams, timeout_s, max_bytes)
+        ended = await self._swept(argv, variables, streams.add, timeout_s, max_bytes)
         errors = streams.errors.decode(errors="replace").strip()
         return ScriptResult(bytes(streams.output), errors, ended.exit_code, ended.flooded)
+
+    async def attend(
+        self, argv: Sequence[str], add: Sink, timeout_s: float, max_bytes: int
+    ) -> CommandResult:
+        """Runs a program with the image's own variables and without input; kills nothing.
+
+        Args:
+            add: called in a thread with each piece of output: its kind (1: output, 2: errors) and
+                its bytes.
+            timeout_s: time limit, after which it is no longer waited for.
+            max_bytes: after more output than this it is no longer waited for.
+
+        Returns:
+            The result, whose output is empty.
+
+        Raises:
+            ContainerGone: the container has ended.
+            EnvError: the engine failed.
+        """
+        argv = [*_SHELL, _WAIT + 'exec "$@"', "bash", *argv]
+        return await self._execute(argv, {}, add, timeout_s, max_bytes)
+
+    async def put(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
+        """Writes files by their absolute paths, whose folders must exist.
+
+        Raises:
+            EnvError: the container or the engine failed.
+        """
+        folder = os.path.commonpath([os.path.dirname(path) for path in files])
+        named = {os.path.relpath(path, folder): content for path, content in files.items()}
+        archive = packed(named, mode=mode)
+        await self._call(lambda client: client.api.put_archive(self.id, folder, archive))
 
     async def alive(self) -> bool:
         """Returns True if the container is running.
@@ -342,35 +383,45 @@ class Container:
         _close(self._lease)
         await self._engine.call(lambda client: remove(client, self.id))
 
+    async def _swept(
+        self,
+        argv: list[str],
+        environment: Mapping[str, str],
+        add: Sink,
+        timeout_s: float,
+        max_bytes: int,
+    ) -> CommandResult:
+        """Runs a program, and sweeps if it was stopped."""
+        ended = await self._execute(argv, environment, add, timeout_s, max_bytes)
+        if ended.timed_out or ended.flooded:
+            await self.sweep()
+        return ended
+
     async def _execute(
         self,
         argv: list[str],
         environment: Mapping[str, str],
-        sink: Clip | Streams,
+        add: Sink,
         timeout_s: float,
         max_bytes: int,
     ) -> CommandResult:
-        """Runs a program, and sweeps if it was stopped. The output goes to `sink`."""
         cancelled = threading.Event()
         try:
-            ended = await self._call(
+            return await self._call(
                 lambda client: self._attend(
-                    client, argv, environment, sink, timeout_s, max_bytes, cancelled
+                    client, argv, environment, add, timeout_s, max_bytes, cancelled
                 )
             )
         except asyncio.CancelledError:
             cancelled.set()
             raise
-        if ended.timed_out or ended.flooded:
-            await self.sweep()
-        return ended
 
     def _attend(
         self,
         client: DockerClient,
         argv: list[str],
         environment: Mapping[str, str],
-        sink: Clip | Streams,
+        add: Sink,
         timeout_s: float,
         max_bytes: int,
         cancelled: threading.Event,
@@ -419,7 +470,7 @@ class Container:
                     break
                 buffer += chunk
                 for kind, payload in take_frames(buffer):
-                    sink.add(kind, payload)
+                    add(kind, payload)
                     num_bytes += len(payload)
                 if num_bytes > max_bytes:
                     return ended(flooded=True)
@@ -481,7 +532,9 @@ def hardened(
         "security_opt": ["no-new-privileges", *seccomp_options(client)],
         "mem_limit": memory,
         "memswap_limit": memory,
-        "nano_cpus": int(cpus * 1e9),
+        # As a quota of time: the engine refuses a number of cores above its machine's.
+        "cpu_period": 100_000,
+        "cpu_quota": int(cpus * 100_000),
         "pids_limit": max_processes,
     }
 
@@ -493,7 +546,12 @@ def _arguments(
 
     memory = spec.memory_mb << 20
     limits = hardened(client, memory=memory, cpus=spec.cpus, max_processes=spec.max_processes)
+    sys_admin = "SYS_ADMIN" in spec.capabilities
     return limits | {
+        "security_opt": [
+            *(() if spec.new_privileges else ("no-new-privileges",)),
+            *seccomp_options(client, sys_admin=sys_admin),
+        ],
         "image": spec.image,
         "entrypoint": ["/bin/bash", "-c", _FIRST_PROCESS.format(life_s=spec.life_s)],
         "user": _FIRST_USER,
@@ -513,6 +571,17 @@ def _arguments(
             Ulimit(name="core", soft=0, hard=0),
         ],
     }
+
+
+def packed(files: Mapping[str, bytes], *, mode: int = 0o644) -> bytes:
+    """Returns a tar archive of files by their paths, relative to where it is unpacked."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode, member.mtime = len(content), mode, int(time.time())
+            tar.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
 
 
 def _connection(stream: Any) -> Any:

@@ -6,16 +6,17 @@ from __future__ import annotations
 import contextlib
 import io
 import tarfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl.env.container.container import Container, ContainerSpec
+from agentrl.env.container.container import MAX_STREAM_BYTES, Container, ContainerSpec
 from agentrl.env.container.engine import Engine, connect, engine_errors, labels, remove
 from agentrl.env.container.programs import PROGRAM_PATH
+from agentrl.errors import EnvError
 
 WORKDIR = "/testbed"
+_PROGRAM_S = 150.0
 
 _READ_FILE = r"""
 path=$(realpath -e -- "$1") && [ -f "$path" ] \
@@ -66,7 +67,7 @@ class InstanceContainer(Container):
         image: str,
         *,
         run_id: str,
-        role: Literal["agent", "build"] = "agent",
+        role: Literal["agent", "build", "grade"] = "agent",
         **limits: Any,
     ) -> InstanceContainer:
         """Starts a container of a local image. One with the role `build` may change the owner of
@@ -74,13 +75,14 @@ class InstanceContainer(Container):
 
         Args:
             limits: keys of `ContainerSpec`: `memory_mb`, `cpus`, `max_processes`, `disk_mb`,
-                `life_s`.
+                `life_s`, `network`, `capabilities`, `new_privileges`.
 
         Raises:
             EnvError: the engine refused or does not answer; no container is left.
         """
-        capabilities = ("CHOWN", "DAC_OVERRIDE", "FOWNER") if role == "build" else ()
-        spec = replace(_SPEC, image=image, capabilities=capabilities, **limits)
+        if role == "build":
+            limits |= {"capabilities": ("CHOWN", "DAC_OVERRIDE", "FOWNER")}
+        spec = replace(_SPEC, image=image, **limits)
         return await cls.create(engine, spec, labels(run_id, role))
 
     async def changed_programs(self) -> list[str]:
@@ -99,15 +101,20 @@ class InstanceContainer(Container):
             return None
         return File(real_path.decode(errors="surrogateescape"), int(mode, 8), content)
 
-    async def write_file(self, file: File) -> None:
-        """Writes a file through the engine; its folder must exist.
+    async def execute(self, argv: Sequence[str]) -> tuple[int, bytes]:
+        """Runs a program with the image's own variables; returns its exit code and its output with
+        errors.
 
         Raises:
-            EnvError: the container or the engine failed.
+            EnvError: it did not end, or the container or the engine failed.
         """
-        folder, _, name = file.path.rpartition("/")
-        content = packed({name: file.content}, mode=file.mode)
-        await self._call(lambda client: client.api.put_archive(self.id, folder or "/", content))
+        output = bytearray()
+        ran = await self.attend(
+            argv, lambda kind, payload: output.extend(payload), _PROGRAM_S, MAX_STREAM_BYTES
+        )
+        if ran.exit_code is None:
+            raise EnvError(f"{' '.join(argv)} did not end within {_PROGRAM_S} s and 64 MiB")
+        return ran.exit_code, bytes(output)
 
 
 @contextlib.contextmanager
@@ -164,14 +171,3 @@ def read_text(container: Any, path: str) -> str:
         member = archive.getmembers()[0]
         file = archive.extractfile(member) if member.isfile() else None
         return file.read().decode() if file else ""
-
-
-def packed(files: dict[str, bytes], *, mode: int = 0o644) -> bytes:
-    """Returns a tar archive of files by their paths, relative to where it is unpacked."""
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size, member.mode, member.mtime = len(content), mode, int(time.time())
-            tar.addfile(member, io.BytesIO(content))
-    return archive.getvalue()

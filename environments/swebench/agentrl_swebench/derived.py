@@ -15,10 +15,11 @@ import contextlib
 import hashlib
 from typing import Any
 
+from agentrl.env.container.container import packed
 from agentrl.env.container.engine import connect, engine_errors
 from agentrl.errors import DataError
 from agentrl_swebench.adapters import MOVED_REPOSITORY, eval_script
-from agentrl_swebench.containers import WORKDIR, packed, read_text, run_script, script_container
+from agentrl_swebench.containers import WORKDIR, read_text, run_script, script_container
 from agentrl_swebench.dataset import parse_row, test_names
 from agentrl_swebench.testfiles import named_file
 

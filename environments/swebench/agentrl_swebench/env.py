@@ -33,7 +33,7 @@ from agentrl.errors import DataError, EnvError, EnvUnavailable, GraderError
 from agentrl.images import join_contents
 from agentrl.types import JSON, Action, Message, Task
 from agentrl_swebench import images
-from agentrl_swebench.containers import WORKDIR, File, InstanceContainer
+from agentrl_swebench.containers import WORKDIR, InstanceContainer
 from agentrl_swebench.dataset import Instance, load_instances
 from agentrl_swebench.grade import Verdict, grade
 from agentrl_swebench.patch import Extracted, ScrubError, check_scrubbed, extract
@@ -243,14 +243,14 @@ class SWEBenchEnvironment(Environment):
             )
             if made.exit_code != 0:
                 return f"{path} can't be written. {made.output}"
-            await container.write_file(File(path, 0o644, new.encode()))
+            await container.put({path: new.encode()})
             return f"Wrote the new file {path}."
         found = file.content.count(old.encode()) if old else 0
         if found != 1:
             what = f"`old` stands {found} times" if old else "`old` is empty, but there is a file"
             return f"Nothing was changed: {what} in {path}; it must stand there exactly once."
         content = file.content.replace(old.encode(), new.encode())
-        await container.write_file(File(file.path, file.mode, content))
+        await container.put({file.path: content}, mode=file.mode)
         return f"Replaced it in {path}."
 
     @tool(terminal=True)

@@ -18,14 +18,14 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl.errors import ConfigError, DataError, EnvError
+from agentrl.errors import ConfigError, DataError
+from agentrl_swebench import official
 from agentrl_swebench.dataset import Instance, Prediction, write_rows, write_text
 from agentrl_swebench.grade import (
     HARNESS_VERSION,
@@ -135,17 +135,18 @@ async def evaluate(
         Prediction(verdict.instance_id, model, verdict.graded_patch).row() for verdict in verdicts
     ]
     write_rows(out / f"{name}.predictions.jsonl", graded)
-    report = await _official_report(
-        {
-            "rows": [instance.row() for instance in instances],
-            "predictions": graded,
-            "logs": {each: str((state / each).resolve()) for each in by_id},
-            "void": [each.instance_id for each in verdicts if each.outcome == "infrastructure"],
-            "run_id": run_id,
-            "dataset": dataset,
-            "split": split,
-        },
-        out,
+    report = out / await official.ask(
+        "run_report",
+        timeout_s=_REPORT_TIMEOUT_S,
+        rows=[instance.row() for instance in instances],
+        predictions=graded,
+        logs={each: str((state / each).resolve()) for each in by_id},
+        void=[each.instance_id for each in verdicts if each.outcome == "infrastructure"],
+        run_id=run_id,
+        dataset=dataset,
+        split=split,
+        out=str(out.resolve()),
+        environment={k: v for k, v in os.environ.items() if k.startswith("DOCKER_")},
     )
     our_report = out / f"{name}.agentrl.json"
     ours = make_report(verdicts, run_id=run_id, model=model, policy=policy, withhold=withhold)
@@ -208,34 +209,6 @@ def make_report(
             for each in verdicts
         },
     }
-
-
-async def _official_report(request: dict[str, Any], out: Path) -> Path:
-    source = str(Path(__file__).parent.parent)
-    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "agentrl_swebench.report_worker",
-        cwd=out,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, errors = await asyncio.wait_for(
-            process.communicate(json.dumps(request).encode()), _REPORT_TIMEOUT_S
-        )
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise EnvError(f"the harness could not write its report: {last[0]}")
-    return out / said.decode().strip().splitlines()[-1]
 
 
 def _read_verdict(path: Path, digest: str) -> Verdict | None:

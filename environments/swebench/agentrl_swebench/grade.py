@@ -1,7 +1,7 @@
 """Grades a patch with the official harness in a fresh container and derives a reward.
 
-`grade` applies the submission policy, runs the harness' own `run_instance` in a separate process
-and container, and maps what happened to an outcome:
+`grade` applies the submission policy, runs the harness' tests and its report functions
+(`harness`), and maps what happened to an outcome:
 
     what happened                                       first time   again
     report: resolved                                    resolved
@@ -11,11 +11,12 @@ and container, and maps what happened to an outcome:
     the tests ran into their time limit                 retried      unresolved + flag grade_timeout
     the patch killed the tests' shell or container      retried      unresolved
     engine gone, image missing, disk full, container
-    removed from outside, worker killed or stuck        retried      infrastructure
+    removed or frozen from outside, harness' process
+    killed or stuck                                     retried      infrastructure
 
 A failure of the infrastructure is retried with pauses that grow to minutes. It never counts as a
 verdict: `resolved` and `reward` are None, and a trainer masks the rollout. Which side is to blame
-is read from the engine's events and the harness' exceptions, not from logs, because the patch can
+is read from the engine's events and from the step that failed, not from logs, because the patch can
 write to the logs.
 
 `resolved` is the official verdict on the graded patch and nothing else. `reward` is never higher:
@@ -30,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import os
 import threading
@@ -39,11 +39,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.env.container.engine import Engine, EngineError
+from agentrl.env.container.engine import EngineError
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 from agentrl_swebench import images
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.harness import Evidence, GradingLimits, run_harness
+from agentrl_swebench.harness import Evidence, GradingLimits, current_engine, run_harness
 from agentrl_swebench.policy import POLICY_VERSIONS, Policy, Submission, make_submission
 from agentrl_swebench.withheld_run import Withheld, prepare
 
@@ -281,7 +281,10 @@ async def _confirm(
     """Runs a patch on tests without expected values and compares what they report."""
 
     async def run(of: Instance, patch: str, mark: str) -> Evidence:
-        return (await _settled(of, patch, limits, workers, **options, mark=mark)).evidence
+        settled = await _settled(of, patch, limits, workers, **options, mark=mark)
+        if settled.judgement.outcome == "infrastructure":
+            raise EnvError(f"the withheld tests could not be tried: {settled.judgement.reason}")
+        return settled.evidence
 
     try:
         withheld: Withheld = await prepare(instance, run, options["run_id"])
@@ -313,11 +316,6 @@ async def _confirm(
     return _Confirmed(flags, note, str(compared), seconds, settled)
 
 
-@functools.cache
-def _engine(address: str | None) -> Engine:
-    return Engine()
-
-
 async def _without_history(instance: Instance) -> tuple[Instance, str]:
     """Returns the instance with the scrubbed image that agents get, and the id of the row's image.
 
@@ -327,7 +325,7 @@ async def _without_history(instance: Instance) -> tuple[Instance, str]:
     """
     for pause in (*BACK_OFF_S, None):
         try:
-            made = await images.scrubbed_of(_engine(os.environ.get("DOCKER_HOST")), instance.image)
+            made = await images.scrubbed_of(current_engine(), instance.image)
             tag = images.scrubbed_tag(made.source_id)
             return dataclasses.replace(instance, image=tag), made.source_id
         except (EnvUnavailable, EngineError):
@@ -377,11 +375,6 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
 
     def infrastructure(reason: str) -> Judgement:
         return judgement("infrastructure", reason, retry=True)
-
-    if evidence.ended == "wall_limit":
-        return infrastructure("the grading ran into its wall-clock limit")
-    if evidence.ended == "crashed":
-        return infrastructure(f"the grading worker ended without a result: {evidence.error}")
 
     report = (evidence.report or {}).get(instance.instance_id)
     if report is not None and report["resolved"]:

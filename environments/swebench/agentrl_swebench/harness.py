@@ -1,45 +1,52 @@
-"""Runs of the official harness, each in a process, a folder and a container of its own.
+"""Runs of the official harness in our own containers.
 
-A worker (`grade_worker`) is forked from a host process that has imported the harness, because the
-import takes more CPU time than the tests of a small instance. Host and workers end when this
-process does, however it ends, because their connections to it close.
+The harness' own functions make the test script and the report (`official`). The steps between are
+those of its `run_instance`, with its commands in its order: put the patch, apply it, show the
+difference, put the script, run it within its time, show the difference, read the output. The
+container has limits and no network, and ends with this process.
+
+Which side is to blame for a run without a verdict is read from the engine's events, because a patch
+can write to the output, but not to those.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
-import json
+import functools
 import os
-import re
-import secrets
+import shlex
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from agentrl.env.container.engine import connect, labels, reap
-from agentrl.errors import EnvError
+from agentrl.env.container.engine import Engine, ImageMissing, engine_errors
+from agentrl.errors import AgentRLError, EnvError
+from agentrl_swebench import images, official
+from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.grade_worker import (
-    FOLDER_PREFIX,
-    GRADING_LABEL,
-    LOG_FILE,
-    REQUEST_FILE,
-    RESULT_FILE,
-)
+
+if TYPE_CHECKING:
+    from docker import DockerClient
 
 WALL_GRACE_S = 180.0
-"""Seconds that a run may take besides its tests: create, start, apply, stop, remove."""
-_TAIL_CHARS = 500
+"""Seconds that a run may take besides its tests: create, start, apply, remove."""
+MAX_OUTPUT_BYTES = 512 << 20
+"""A run whose tests write more than this has no report."""
+_DISK_POLL_S = 1.0
+_EVENTS_WAIT_S = 3.0
+_END_S = 30.0
+
+# The engine's own set, which tests may rely on.
+_CAPABILITIES = (
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),
+    *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,14 +58,12 @@ class GradingLimits:
     max_processes: int = 512
     cpus: float | None = None
     """Cores of the container, fractions allowed. None: `grade` shares the cores equally among the
-    gradings that may run at once, at least one each; `run_harness` alone sets no limit."""
+    gradings that may run at once, at least one each; `run_harness` alone gives all."""
     network: Literal["none", "bridge"] = "none"
     """The official harness gives a network (`bridge`), which few instances' tests need."""
     sys_admin: bool = False
     """Grant CAP_SYS_ADMIN, as the official harness does. Browsers' sandboxes need it; it is close
     to root on the host."""
-    worker_memory_bytes: int = 4 << 30
-    """Address space of the worker, which keeps the tests' whole output in memory."""
     min_free_bytes: int = 512 << 20
     """If the engine's disk ever has less free space, a verdict other than `resolved` is void."""
 
@@ -67,9 +72,6 @@ class GradingLimits:
 class Evidence:
     """The evidence of one run of the harness, on which a grading is judged."""
 
-    ended: Literal["done", "wall_limit", "crashed"]
-    """End of the worker: it gave a result, was killed for taking too long, or ended without a
-    result."""
     report: dict[str, dict] | None = None
     """The official report by instance id; None if the harness made none."""
     statuses: dict[str, str] = field(default_factory=dict)
@@ -79,14 +81,39 @@ class Evidence:
     reports: Sequence[str] = ()
     """What follows the mark that was asked for, by line of the log."""
     error_kind: str = ""
+    """What ended a run without a report: `patch` (it does not apply), `timeout` (the tests took too
+    long), `image` (it is missing), `engine`, `memory` (too much output), `decode`, `disk`,
+    `other`."""
     error: str = ""
     container_end: str = ""
+    """End of the container: `stopped` (by this process), `removed` (killed or frozen from outside),
+    `died` (its main process ended from inside), `lost` (the engine does not answer), or "" (there
+    was no container)."""
     out_of_memory: bool = False
     least_free_bytes: int | None = None
     image_id: str = ""
-    log_dir: str = ""
-    """The harness' log folder, relative to the worker's folder."""
     seconds: float = 0.0
+
+
+@functools.cache
+def _engine(address: str | None) -> Engine:
+    return Engine()
+
+
+def current_engine() -> Engine:
+    """Returns the engine that DOCKER_HOST names now."""
+    return _engine(os.environ.get("DOCKER_HOST"))
+
+
+class _Failed(Exception):
+    """A run has ended without a report."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+_FAILURES = (_Failed, AgentRLError, OSError, UnicodeError)
 
 
 async def run_harness(
@@ -101,8 +128,8 @@ async def run_harness(
     mark: str = "",
     logs: Path | None = None,
 ) -> Evidence:
-    """Runs the official `run_instance` once, in its own process and folder and under its own run
-    id.
+    """Runs an instance's tests on a patch once, as the official `run_instance` does, in a container
+    and a folder of its own.
 
     When this returns, no container of the run is left, unless the engine is gone.
 
@@ -110,139 +137,250 @@ async def run_harness(
         run_id: label of the container; need not be unique.
         timeout_s: limit on the tests, in seconds, rounded to whole seconds.
         mark: return what follows this word in the lines of the tests' log.
-        logs: folder that receives the harness' log folder.
+        logs: folder that receives the files that the harness keeps of a run.
     """
-    # If two runs had one id, the second would kill the first's container and find its report.
-    grading = f"{re.sub('[^a-zA-Z0-9_.-]', '-', run_id)[:40]}-{secrets.token_hex(6)}"
-    options = {
-        "network_mode": limits.network,
-        # Without an init, the container's main process ignores SIGTERM.
-        "init": True,
-        "mem_limit": limits.memory_bytes,
-        "memswap_limit": limits.memory_bytes,
-        "pids_limit": limits.max_processes,
-        "labels": labels(run_id, "grade") | {GRADING_LABEL: grading},
-    }
-    if limits.cpus is not None:
-        # As a quota of time: the engine refuses a number of cores above its machine's.
-        options |= {"cpu_period": 100_000, "cpu_quota": int(limits.cpus * 100_000)}
-    request = {
-        "row": instance.row(),
-        "patch": patch,
-        "model_name_or_path": model_name,
-        "grading": grading,
-        "timeout_s": max(1, round(timeout_s)),
-        "skip_patch": skip_patch,
-        "mark": mark,
-        "container": {"arguments": options, "sys_admin": limits.sys_admin},
-        "worker_memory_bytes": limits.worker_memory_bytes,
-        # This process's variables may have changed since the host started.
-        "environment": {k: v for k, v in os.environ.items() if k.startswith("DOCKER_")},
-    }
-    if _unclean:
-        await asyncio.to_thread(_remove_containers)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        folder = Path(name)
-        (folder / REQUEST_FILE).write_text(json.dumps(request))
-        ended = await _run_worker(folder, grading, timeout_s + WALL_GRACE_S)
-        result: dict[str, Any] = {}
-        if ended == "done":
-            result = json.loads((folder / RESULT_FILE).read_text())
-        elif (folder / LOG_FILE).is_file():
-            result = {"error": (folder / LOG_FILE).read_text(errors="replace")[-_TAIL_CHARS:]}
-        evidence = Evidence(ended=ended, seconds=time.monotonic() - started, **result)
-        if not evidence.complete or evidence.container_end in ("", "lost"):
-            _unclean.add(grading)  # the harness may have left its container
-        if logs is not None and evidence.log_dir and (folder / evidence.log_dir).is_dir():
+    try:
+        folder = await official.folder()
+    except OSError as error:
+        return Evidence(error_kind="disk", error=str(error))
+    prediction = {
+        "instance_id": instance.instance_id,
+        "model_name_or_path": model_name,
+        "model_patch": patch,
+    }
+    run = _Run(instance, None if skip_patch else patch, folder, max(1, round(timeout_s)))
+    made: dict[str, Any] = {}
+    request = {"row": instance.row(), "folder": str(folder)}
+    failure: Exception | None = None
+    try:
+        try:
+            async with asyncio.timeout(timeout_s + WALL_GRACE_S):
+                prepared = await official.ask("prepare", **request)
+                async with _container(run, run_id, limits) as container:
+                    await run.test(container, prepared)
+        except _FAILURES as error:
+            failure = error
+        if run.output is not None:
+            request |= {"prediction": prediction, "mark": mark, "ended": run.ended}
+            made = await official.ask("report", **request)
+        if failure is not None:
+            raise failure
+    except _FAILURES as error:
+        made |= {"error_kind": _kind_of(error), "error": " ".join(str(error).split())[:500]}
+    finally:
+        if run.log_file is not None:
+            run.log(made.get("error") or f"report: {made.get('report')}")
+        if logs is not None:
             shutil.rmtree(logs, ignore_errors=True)
             logs.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(folder / evidence.log_dir, logs)
-    return evidence
+            shutil.move(folder, logs)
+        shutil.rmtree(folder, ignore_errors=True)
+    return Evidence(**made, **run.seen, seconds=time.monotonic() - started)
 
 
-async def _run_worker(
-    folder: Path, grading: str, wall_s: float
-) -> Literal["done", "wall_limit", "crashed"]:
-    reader, writer = await asyncio.open_unix_connection(sock=_host.fork_worker(folder))
-    pid = 0
-    ended: Literal["done", "wall_limit", "crashed"] = "crashed"
+def _kind_of(error: Exception) -> str:
+    if isinstance(error, (_Failed, official.HarnessError)):
+        return error.kind
+    kinds: tuple[tuple[str, type[Exception]], ...] = (
+        ("image", ImageMissing),
+        ("engine", AgentRLError),
+        ("engine", TimeoutError),
+        ("decode", UnicodeError),
+    )
+    return next((kind for kind, type_ in kinds if isinstance(error, type_)), "disk")
+
+
+@contextlib.asynccontextmanager
+async def _container(
+    run: _Run, run_id: str, limits: GradingLimits
+) -> AsyncIterator[InstanceContainer]:
+    """Yields a container for a run, watches it and the engine's disk, and removes it."""
+    engine, image = current_engine(), run.instance.image
+    # As the harness does, a missing image is pulled.
+    found = await engine.call(lambda client: images.pull(client, [image], min_free_bytes=0))
+    run.seen["image_id"] = found[image]
+    disk = asyncio.create_task(_watch_disk(run.seen, await engine.call(_disk_of)))
+    container = None
     try:
-        async with asyncio.timeout(wall_s):
-            pid = int(await reader.readline() or 0)
-            await reader.read()  # returns when the worker ends
-        if (folder / RESULT_FILE).is_file():
-            ended = "done"
-    except TimeoutError:
-        ended = "wall_limit"
+        container = await InstanceContainer.start(
+            engine,
+            found[image],
+            run_id=run_id,
+            role="grade",
+            memory_mb=limits.memory_bytes >> 20,
+            max_processes=limits.max_processes,
+            cpus=limits.cpus or float(os.cpu_count() or 1),
+            network=limits.network,
+            capabilities=(*_CAPABILITIES, *(("SYS_ADMIN",) if limits.sys_admin else ())),
+            new_privileges=True,
+            life_s=run.timeout_s + int(WALL_GRACE_S) + 60,
+        )
+        watch = await engine.call(lambda client: Watch(client, container.id))
+        try:
+            yield container
+        finally:
+            run.seen["container_end"] = await _end_of(container, watch)
+            run.seen["out_of_memory"] = watch.out_of_memory
     finally:
-        if ended != "done":
-            await asyncio.shield(_clean_up(reader, pid, grading))
-        writer.close()  # a worker that is forked only now sees this and ends
-    return ended
+        disk.cancel()
+        if container is not None:
+            with contextlib.suppress(TimeoutError):
+                # An engine that hangs must not cost the verdict: the container ends by itself.
+                await asyncio.wait_for(container.end(), _END_S)
 
 
-async def _clean_up(reader: asyncio.StreamReader, pid: int, grading: str) -> None:
-    if pid and not reader.at_eof():
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        await reader.read()
-
-    _unclean.add(grading)
-    await asyncio.to_thread(_remove_containers)
-
-
-_unclean: set[str] = set()
-"""Runs that may have left a container because the engine was gone; the next run removes it."""
+async def _end_of(container: InstanceContainer, watch: Watch) -> str:
+    try:
+        async with asyncio.timeout(_END_S):
+            alive = await container.alive()
+            return await asyncio.to_thread(watch.end, alive=alive)
+    except (EnvError, TimeoutError):
+        return "lost"
 
 
-def _remove_containers() -> None:
-    for grading in list(_unclean):
-        with contextlib.suppress(EnvError):
-            reap(connect(10), label=f"{GRADING_LABEL}={grading}", everything=True)
-            _unclean.discard(grading)
+def _disk_of(client: DockerClient) -> str:
+    """Returns a folder on the disk that containers write to."""
+    folder = client.info().get("DockerRootDir", "")
+    # If the folder is not visible here, the engine is on another machine or this process runs in a
+    # container, whose root lies on the engine's disk.
+    return folder if os.path.isdir(folder) else "/"
 
 
-class _Host:
-    """The process that workers are forked from. It starts at the first run, and again if it
-    ended."""
+async def _watch_disk(seen: dict[str, Any], folder: str) -> None:
+    """Records the least free space: a full disk fails tests as a wrong patch does."""
+    seen["least_free_bytes"] = shutil.disk_usage(folder).free
+    while True:
+        await asyncio.sleep(_DISK_POLL_S)
+        seen["least_free_bytes"] = min(seen["least_free_bytes"], shutil.disk_usage(folder).free)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._asking: socket.socket | None = None
 
-    def fork_worker(self, folder: Path) -> socket.socket:
-        """Asks for a worker in `folder` and returns a connection to it. The worker writes one line,
-        its process id, and holds the connection until it ends; it ends when this side closes."""
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            if self._process is None or self._asking is None or self._process.poll() is not None:
-                self._asking = self._start()
-            # If the host ends just now, the connection is closed, which counts as a crashed worker.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                socket.send_fds(self._asking, [os.fsencode(folder)], [theirs.fileno()])
-        return ours
+class _Run:
+    """One run: its files, and what is seen of its container."""
 
-    def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        source = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(source),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "agentrl_swebench.grade_worker"],
-                cwd="/",
-                env=environment,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
+    def __init__(self, instance: Instance, patch: str | None, folder: Path, timeout_s: int) -> None:
+        self.instance = instance
+        self.timeout_s = timeout_s
+        self.seen: dict[str, Any] = {}
+        self.output: Path | None = None
+        self.ended = False
+        """True if the tests ended by themselves and the container outlived them."""
+        self.log_file: Path | None = None
+        self._patch = patch
+        self._folder = folder
+
+    def log(self, text: str) -> None:
+        assert self.log_file is not None
+        with self.log_file.open("a", errors="replace") as file:
+            file.write(text + "\n")
+
+    async def test(self, container: InstanceContainer, prepared: dict[str, Any]) -> None:
+        """Applies the patch and runs the tests, whose output is written to `output`.
+
+        Raises:
+            _Failed: the patch does not apply, or the tests do not end.
+            UnicodeError: a difference is not UTF-8, which the harness does not accept.
+            EnvError: the container or the engine failed.
+        """
+        self.log_file = self._folder / prepared["log"]
+        if self._patch is not None:
+            content = self._patch.encode()
+            (self._folder / "patch.diff").write_bytes(content)
+            await container.execute(["mkdir", "-p", os.path.dirname(prepared["patch_file"])])
+            await container.put({prepared["patch_file"]: content})
+            await self._apply(container, prepared)
+        before = await self._difference(container)
+        self.log(f"Git diff before:\n{before}")
+        script = prepared["script"].encode()
+        (self._folder / "eval.sh").write_bytes(script)
+        assets = sorted((self._folder / "image_assets").glob("*"))
+        if assets:
+            await container.execute(["mkdir", "-p", "/image_assets"])
+        files = {f"/image_assets/{each.name}": each.read_bytes() for each in assets}
+        await container.put({**files, "/eval.sh": script})
+        await self._run_script(container, self._folder / prepared["output"])
+        self.log(f"Git diff after:\n{await self._difference(container)}")
+        self.ended = True
+
+    async def _apply(self, container: InstanceContainer, prepared: dict[str, Any]) -> None:
+        file, output = prepared["patch_file"], b""
+        for number, command in enumerate(prepared["apply"]):
+            if number:  # a failed attempt may leave a part of the patch
+                await container.execute(["/bin/bash", "-c", "git checkout -- . ; git clean -fd"])
+            exit_code, output = await container.execute([*shlex.split(command), file])
+            if exit_code == 0:
+                return self.log(f"{prepared['applied']}:\n{output.decode()}")
+            self.log(f"Failed to apply patch to container: {command}")
+        exit_code, _ = await container.execute(["git", "apply", "--check", "--reverse", file])
+        if exit_code != 0:
+            raise _Failed("patch", f"{prepared['not_applied']}:\n{output.decode()}")
+        return self.log(f"{prepared['applied']}: verified already applied")
+
+    async def _difference(self, container: InstanceContainer) -> str:
+        _, output = await container.execute(["git", "-c", "core.fileMode=false", "diff"])
+        return output.decode().strip()
+
+    async def _run_script(self, container: InstanceContainer, output: Path) -> None:
+        self.output = output
+        with output.open("w") as file:
+            ran = await container.attend(
+                ["/bin/bash", "/eval.sh"], _Text(file).add, self.timeout_s, MAX_OUTPUT_BYTES
             )
-        return ours
+            if ran.timed_out:
+                file.write(f"\n\nTimeout error: {self.timeout_s} seconds exceeded.")
+                raise _Failed("timeout", f"Test timed out after {self.timeout_s} seconds.")
+        if ran.flooded:
+            raise _Failed("memory", f"the tests wrote more than {MAX_OUTPUT_BYTES >> 20} MiB")
 
 
-_host = _Host()
+class _Text:
+    """Writes output as text, as it arrives."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+
+    def add(self, kind: int, payload: bytes) -> None:
+        self._file.write(self._decode(payload))
+
+
+class Watch:
+    """Collects the engine's events about one container."""
+
+    def __init__(self, client: DockerClient, container_id: str) -> None:
+        self._actions: list[str] = []
+        self._over = threading.Event()
+        stream = client.api.events(filters={"container": [container_id]}, decode=True)
+        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: Iterator[dict[str, Any]]) -> None:
+        with contextlib.suppress(EnvError, ValueError), engine_errors():
+            for event in stream:
+                self._actions.append(event.get("Action", ""))
+                if event.get("Action") == "destroy":
+                    break
+        self._over.set()
+
+    def wait(self) -> None:
+        """Waits a while for the container to be gone or the connection to break."""
+        self._over.wait(_EVENTS_WAIT_S)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """True if a process in the container was killed for want of memory."""
+        return "oom" in self._actions
+
+    def end(self, *, alive: bool) -> str:
+        """Returns what ended the container, or is to end it: a value of `Evidence.container_end`.
+
+        Args:
+            alive: the engine says that the container runs; if not, its last events are waited for.
+        """
+        if not alive:
+            self.wait()
+        for action in list(self._actions):
+            if action in ("pause", "kill"):
+                return "removed"
+            if action == "die":
+                return "died"
+        return "stopped" if alive else "lost"

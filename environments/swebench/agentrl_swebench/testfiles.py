@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.env.container.container import packed
 from agentrl.errors import EnvError
 from agentrl_swebench.containers import (
     WORKDIR,
-    packed,
     read_text,
     run_script,
     script_container,

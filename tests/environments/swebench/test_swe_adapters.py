@@ -184,7 +184,8 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
         "cd /testbed && git apply /tmp/p && git config user.email a@b && git config user.name a "
         "&& git commit -qam fixed && git diff HEAD HEAD~1 -- spans > /tmp/bug"
     )
-    from agentrl_swebench.containers import packed, read_text
+    from agentrl.env.container.container import packed
+    from agentrl_swebench.containers import read_text
     from agentrl_swebench.derived import SMITH_REPOSITORY
 
     made = engine.containers.create(spans.image, ["bash", "-c", script], network_mode="none")

@@ -10,7 +10,7 @@ from agentrl.env.container.engine import Engine
 from agentrl.errors import EnvError
 from agentrl_swebench import images
 from agentrl_swebench import patch as patch_module
-from agentrl_swebench.containers import File, InstanceContainer
+from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.patch import ScrubError, check_scrubbed, extract
 
@@ -251,7 +251,7 @@ def test_whatever_the_tree_is_the_fix_is_submitted(fixture_dir, tree):
     patch, fixed = in_scrubbed(scenario)
 
     async def apply(container, base):
-        await container.write_file(File("/tmp/patch.diff", 0o644, patch.encode()))
+        await container.put({"/tmp/patch.diff": patch.encode()})
         applied = await container.run("git apply -v /tmp/patch.diff", timeout_s=30, max_chars=2000)
         assert applied.exit_code == 0, applied.output
         assert await sh(container, "sha1sum spans/core.py") == fixed

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import importlib.util
-import signal
 
 import pytest
 from patches import file_diff
@@ -12,8 +11,7 @@ from agentrl.errors import EnvError
 from agentrl_swebench import grade as grading
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.grade import GradingLimits, Verdict, grade, judge
-from agentrl_swebench.guarded import GuardedClient, Watch
-from agentrl_swebench.harness import Evidence
+from agentrl_swebench.harness import Evidence, Watch
 
 INSTANCE = Instance(
     instance_id="a__b-1",
@@ -40,7 +38,7 @@ def report(resolved, failed=1):
 
 
 def evidence(**values):
-    return Evidence(**({"ended": "done", "container_end": "stopped"} | values))
+    return Evidence(**({"container_end": "stopped"} | values))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +54,6 @@ def evidence(**values):
         (evidence(error_kind="memory"), ("unresolved", False)),
         (evidence(error_kind="decode"), ("unresolved", False)),
         # Trouble of the infrastructure never is one.
-        (evidence(ended="wall_limit"), ("infrastructure", True)),
-        (evidence(ended="crashed"), ("infrastructure", True)),
         (evidence(error_kind="image", container_end=""), ("infrastructure", True)),
         (evidence(error_kind="engine", container_end="lost"), ("infrastructure", True)),
         (evidence(error_kind="engine"), ("infrastructure", True)),
@@ -159,7 +155,7 @@ def run_grade(monkeypatch, *runs, **arguments):
 
 
 def test_infrastructure_is_retried_with_pauses_and_then_masked(monkeypatch):
-    bad = evidence(ended="crashed", error="killed", seconds=2.0)
+    bad = evidence(error_kind="other", error="killed", seconds=2.0)
     result, calls = run_grade(monkeypatch, bad, bad, bad, bad)
     assert (result.outcome, result.resolved, result.reward) == ("infrastructure", None, None)
     assert len(calls) == result.attempts == 4
@@ -175,7 +171,7 @@ def test_an_image_that_is_missing_is_not_waited_for(monkeypatch):
 
 def test_the_second_run_counts(monkeypatch):
     result, _ = run_grade(
-        monkeypatch, evidence(ended="crashed"), evidence(report=report(True), complete=True)
+        monkeypatch, evidence(error_kind="other"), evidence(report=report(True), complete=True)
     )
     assert (result.outcome, result.reward, result.attempts) == ("resolved", 1.0, 2)
     assert result.flags[0].startswith("retried: ")
@@ -296,7 +292,7 @@ def test_no_more_gradings_at_once_than_workers(monkeypatch):
     assert most == 2
 
 
-# --- the worker's witnesses -------------------------------------------------------------------
+# --- the engine's witness ----------------------------------------------------------------------
 
 
 needs_docker_package = pytest.mark.skipif(
@@ -304,75 +300,39 @@ needs_docker_package = pytest.mark.skipif(
 )
 
 
-def watched(*events, lost=False):
-    watch = Watch()
-    watch._followed = True
+class _Engine:
+    """Gives the events of a container, and then breaks the connection."""
 
-    def stream():
-        for action, sent in events:
-            yield {"Action": action, "Actor": {"Attributes": {"signal": sent} if sent else {}}}
-        if lost:
-            raise OSError("connection lost")
+    def __init__(self, actions):
+        self.api = self
+        self.actions = actions
 
-    watch._read(stream())
-    return watch.end(0.1)
+    def events(self, **arguments):
+        yield from ({"Action": action} for action in self.actions)
+        raise OSError("connection lost")
 
 
 @needs_docker_package
 @pytest.mark.parametrize(
-    ("events", "expected"),
+    ("actions", "alive", "expected"),
     [
-        ([("start", ""), ("kill", "15"), ("die", ""), ("destroy", "")], "stopped"),
-        ([("start", ""), ("kill", "9"), ("die", ""), ("destroy", "")], "removed"),
-        ([("start", ""), ("pause", ""), ("kill", "15"), ("unpause", ""), ("die", "")], "removed"),
-        ([("start", ""), ("die", ""), ("kill", "15"), ("destroy", "")], "died"),
-        ([("start", ""), ("exec_die", "")], "lost"),
-        ([], "lost"),
+        (["start", "exec_die"], True, "stopped"),
+        (["start", "kill", "die", "destroy"], False, "removed"),
+        (["start", "pause"], True, "removed"),
+        (["start", "pause", "unpause"], True, "removed"),
+        (["start", "die", "destroy"], False, "died"),
+        (["start", "exec_die"], False, "lost"),
+        ([], False, "lost"),
     ],
 )
-def test_what_ended_the_container(events, expected):
-    assert watched(*events) == (expected, False)
-    assert watched(*events, lost=True) == (expected, False)
+def test_what_ended_the_container(actions, alive, expected):
+    watch = Watch(_Engine(actions), "c1")
+    watch.wait()
+    assert (watch.end(alive=alive), watch.out_of_memory) == (expected, False)
 
 
 @needs_docker_package
 def test_out_of_memory_is_seen():
-    assert watched(("oom", ""), ("kill", str(int(signal.SIGTERM)))) == ("stopped", True)
-
-
-class _Recorder:
-    def __init__(self):
-        self.created = {}
-        self.containers = self.images = self.api = self
-        self.id = "c1"
-
-    def create(self, image, command=None, **arguments):
-        self.created = {"image": image, "command": command, **arguments}
-        return self
-
-    def get(self, name):
-        return self
-
-    def events(self, **arguments):
-        return iter([])
-
-    def version(self):
-        return {}
-
-    def info(self):
-        return {"SecurityOptions": ["name=seccomp,profile=default"]}
-
-
-@needs_docker_package
-@pytest.mark.parametrize("sys_admin", [False, True])
-def test_guarded_client_adds_limits_and_passes_the_rest(sys_admin):
-    real = _Recorder()
-    options = {"arguments": {"network_mode": "none", "init": True}, "sys_admin": sys_admin}
-    guarded = GuardedClient(real, options, Watch())
-    guarded.containers.create(image="i", name="n", user="root", cap_add=["SYS_ADMIN"])
-    assert real.created["network_mode"] == "none" and real.created["init"] is True
-    assert (real.created["name"], real.created["user"]) == ("n", "root")
-    assert ("cap_add" in real.created) is sys_admin
-    (profile,) = real.created["security_opt"]
-    assert ('"mount"' in profile) is sys_admin and '"mincore"' in profile
-    assert guarded.images is real and guarded.containers.get("n") is real
+    watch = Watch(_Engine(["oom", "exec_die"]), "c1")
+    watch.wait()
+    assert (watch.end(alive=True), watch.out_of_memory) == ("stopped", True)

@@ -303,7 +303,7 @@ async def seen(private, number):
     """Wait for the next `number` runs of the harness to have containers that run."""
     ids: set[str] = set()
     while len(ids) < number:
-        ps = ("ps", "-q", "--filter", "label=agentrl.grading")
+        ps = ("ps", "-q", "--filter", "label=agentrl.role=grade")
         ids |= {*(await asyncio.to_thread(private.docker, *ps, check=False)).stdout.split()}
         await asyncio.sleep(0.1)
 

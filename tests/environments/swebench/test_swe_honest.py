@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.env.container.engine import Engine
 from agentrl_swebench import images
-from agentrl_swebench.containers import File, InstanceContainer
+from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.grade import grade
 from agentrl_swebench.patch import extract
 
@@ -109,7 +109,7 @@ async def submitted(instance, command):
     made = await images.scrubbed(engine, await images.resolve(engine, instance.image))
     container = await InstanceContainer.start(engine, made.image_id, run_id="honest")
     try:
-        await container.write_file(File("/tmp/fix.diff", 0o644, instance.patch.encode()))
+        await container.put({"/tmp/fix.diff": instance.patch.encode()})
         ran = await container.run(
             f"git apply /tmp/fix.diff && {{ {command}\n}}", timeout_s=60, max_chars=2000
         )

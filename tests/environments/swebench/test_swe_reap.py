@@ -148,7 +148,7 @@ def test_an_interrupted_evaluation_leaves_nothing(fixture_dir, engine, tmp_path,
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert of_run(engine, "grade", run_id) == [] and process.returncode != 0
-    assert "grade_worker.py" not in errors
+    assert "official_worker.py" not in errors
 
 
 def test_reaping_takes_what_is_nobodys_and_nothing_else(fixture_dir, engine):

@@ -17,8 +17,8 @@ from agentrl_swebench import withheld_run
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.grade import grade
-from agentrl_swebench.grade_worker import marked_lines
 from agentrl_swebench.harness import Evidence
+from agentrl_swebench.official_worker import marked_lines
 from agentrl_swebench.testfiles import TestFiles as Files
 from agentrl_swebench.testfiles import git_diff, script_with
 from agentrl_swebench.withheld_run import locate, prepare
@@ -79,9 +79,7 @@ def in_folder(tmp_path, scripts=None):
         lines = reports.read_text().splitlines() if mark and reports.exists() else []
         reports.unlink() if lines else None
         report = {"resolved": resolved, "tests_status": {}}
-        return Evidence(
-            "done", {of.instance_id: report}, statuses, True, lines, container_end="stopped"
-        )
+        return Evidence({of.instance_id: report}, statuses, True, lines, container_end="stopped")
 
     return run
 
@@ -198,7 +196,7 @@ def test_what_nothing_confirms_is_masked_unless_it_is_to_be_paid(
     instance = instance_of(source, ["inside"])
 
     async def resolves(of, patch, mark="", **options):
-        return Evidence("done", {"a__b-1": {"resolved": True}}, {}, True, container_end="stopped")
+        return Evidence({"a__b-1": {"resolved": True}}, {}, True, container_end="stopped")
 
     run = in_folder(tmp_path) if "merge" in source else resolves
     masked = graded(monkeypatch, instance, "gold", run)
@@ -212,8 +210,8 @@ def test_failures_of_the_infrastructure_confirm_nothing(monkeypatch, files):
     async def run(of, patch, mark="", **options):
         calls.append(mark)
         if mark:
-            return Evidence("crashed", error="gone")
-        return Evidence("done", {"a__b-1": {"resolved": True}}, {}, True, container_end="stopped")
+            return Evidence(error_kind="other", error="gone")
+        return Evidence({"a__b-1": {"resolved": True}}, {}, True, container_end="stopped")
 
     monkeypatch.setattr(grading, "BACK_OFF_S", (0.0,))
     verdict = graded(monkeypatch, SPANS, "gold", run)
