@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import os
 import re
 import tarfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from agentrl.env.container.engine import (
     MAX_LIFE_S,
@@ -310,16 +309,23 @@ class Container:
         argv = [*_SHELL, _WAIT + 'exec "$@"', "bash", *argv]
         return await self._execute(argv, {}, add, timeout_s, max_bytes)
 
-    async def put(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
-        """Writes files by their absolute paths, whose folders must exist.
+    async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
+        """Unpacks a tar archive in a folder, which must exist.
 
         Raises:
             EnvError: the container or the engine failed.
         """
-        folder = os.path.commonpath([os.path.dirname(path) for path in files])
-        named = {os.path.relpath(path, folder): content for path, content in files.items()}
-        archive = packed(named, mode=mode)
         await self._call(lambda client: client.api.put_archive(self.id, folder, archive))
+
+    async def changes(self) -> dict[str, int]:
+        """Returns what differs from the image, as the engine lists it: 0 by path for a changed
+        file, 1 for an added and 2 for a deleted one.
+
+        Raises:
+            EnvError: the container or the engine failed.
+        """
+        found = await self._call(lambda client: client.api.diff(self.id)) or []
+        return {each["Path"]: each["Kind"] for each in found}
 
     async def alive(self) -> bool:
         """Returns True if the container is running.

@@ -141,7 +141,7 @@ class TaskContainer(Container):
     async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
         """Unpacks a tar archive in a folder, which is made if it is missing."""
         await self.as_root('mkdir -p -- "$1"', folder)
-        await self._call(lambda client: client.api.put_archive(self.id, folder, archive))
+        await super().put(archive, folder)
 
     async def get(self, path: str, max_bytes: int) -> bytes | None:
         """Returns a regular file's content; None if there is none or it is too large."""
@@ -201,8 +201,7 @@ class TaskContainer(Container):
         Raises:
             EnvError: the changes are too large, or the engine failed.
         """
-        found = await self._call(lambda client: client.api.diff(self.id)) or []
-        changes: dict[str, int] = {each["Path"]: each["Kind"] for each in found}
+        changes = await self.changes()
         kept, left_out = await self._call(
             lambda client: _choose(changes, programs, everything)  # not in the event loop
         )

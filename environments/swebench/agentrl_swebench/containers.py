@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl.env.container.container import MAX_STREAM_BYTES, Container, ContainerSpec
+from agentrl.env.container.container import MAX_STREAM_BYTES, Container, ContainerSpec, packed
 from agentrl.env.container.engine import Engine, connect, engine_errors, labels, remove
 from agentrl.env.container.programs import PROGRAM_PATH
 from agentrl.errors import EnvError
@@ -88,8 +88,7 @@ class InstanceContainer(Container):
     async def changed_programs(self) -> list[str]:
         """Returns the paths of system programs and libraries that differ from the image, as the
         engine lists them."""
-        changes = await self._call(lambda client: client.api.diff(self.id)) or []
-        return [each["Path"] for each in changes if PROGRAM_PATH.fullmatch(each["Path"])]
+        return [path for path in await self.changes() if PROGRAM_PATH.fullmatch(path)]
 
     async def read_file(self, path: str, max_bytes: int) -> File | None:
         """Returns a regular file; None if there is none or it is larger than `max_bytes`."""
@@ -100,6 +99,15 @@ class InstanceContainer(Container):
         if len(content) > max_bytes:
             return None
         return File(real_path.decode(errors="surrogateescape"), int(mode, 8), content)
+
+    async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+        """Writes a file by its absolute path; its folder must exist.
+
+        Raises:
+            EnvError: the container or the engine failed.
+        """
+        folder, _, name = path.rpartition("/")
+        await self.put(packed({name: content}, mode=mode), folder or "/")
 
     async def execute(self, argv: Sequence[str]) -> tuple[int, bytes]:
         """Runs a program with the image's own variables; returns its exit code and its output with

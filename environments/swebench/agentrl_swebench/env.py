@@ -243,14 +243,14 @@ class SWEBenchEnvironment(Environment):
             )
             if made.exit_code != 0:
                 return f"{path} can't be written. {made.output}"
-            await container.put({path: new.encode()})
+            await container.write(path, new.encode())
             return f"Wrote the new file {path}."
         found = file.content.count(old.encode()) if old else 0
         if found != 1:
             what = f"`old` stands {found} times" if old else "`old` is empty, but there is a file"
             return f"Nothing was changed: {what} in {path}; it must stand there exactly once."
         content = file.content.replace(old.encode(), new.encode())
-        await container.put({file.path: content}, mode=file.mode)
+        await container.write(file.path, content, mode=file.mode)
         return f"Replaced it in {path}."
 
     @tool(terminal=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from agentrl.env.container.container import packed
 from agentrl.env.container.engine import Engine, ImageMissing, engine_errors
 from agentrl.errors import AgentRLError, EnvError
 from agentrl_swebench import images, official
@@ -286,18 +287,17 @@ class _Run:
         if self._patch is not None:
             content = self._patch.encode()
             (self._folder / "patch.diff").write_bytes(content)
-            await container.execute(["mkdir", "-p", os.path.dirname(prepared["patch_file"])])
-            await container.put({prepared["patch_file"]: content})
+            folder, name = os.path.split(prepared["patch_file"])
+            await container.execute(["mkdir", "-p", folder])
+            await container.put(packed({name: content}), folder)
             await self._apply(container, prepared)
         before = await self._difference(container)
         self.log(f"Git diff before:\n{before}")
         script = prepared["script"].encode()
         (self._folder / "eval.sh").write_bytes(script)
         assets = sorted((self._folder / "image_assets").glob("*"))
-        if assets:
-            await container.execute(["mkdir", "-p", "/image_assets"])
-        files = {f"/image_assets/{each.name}": each.read_bytes() for each in assets}
-        await container.put({**files, "/eval.sh": script})
+        files = {f"image_assets/{each.name}": each.read_bytes() for each in assets}
+        await container.put(packed({**files, "eval.sh": script}))
         await self._run_script(container, self._folder / prepared["output"])
         self.log(f"Git diff after:\n{await self._difference(container)}")
         self.ended = True

@@ -160,7 +160,7 @@ def test_files_are_read_and_written_as_they_are(fixture_dir):
     async def scenario(made):
         await run(made, "printf 'a\\0b\\377' > /tmp/x; chmod 750 /tmp/x; ln -s /tmp/x /tmp/link")
         assert await made.read_file("/tmp/link", 100) == File("/tmp/x", 0o750, b"a\0b\xff")
-        await made.put({"/tmp/x": b"new\n"}, mode=0o750)
+        await made.write("/tmp/x", b"new\n", mode=0o750)
         assert (await run(made, "cat /tmp/link; stat -c %a /tmp/x")).output == "new\n750\n"
         for path in ("/tmp", "/nowhere", "/tmp/x/y", "-"):
             assert await made.read_file(path, 100) is None

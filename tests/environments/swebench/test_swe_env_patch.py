@@ -251,7 +251,7 @@ def test_whatever_the_tree_is_the_fix_is_submitted(fixture_dir, tree):
     patch, fixed = in_scrubbed(scenario)
 
     async def apply(container, base):
-        await container.put({"/tmp/patch.diff": patch.encode()})
+        await container.write("/tmp/patch.diff", patch.encode())
         applied = await container.run("git apply -v /tmp/patch.diff", timeout_s=30, max_chars=2000)
         assert applied.exit_code == 0, applied.output
         assert await sh(container, "sha1sum spans/core.py") == fixed

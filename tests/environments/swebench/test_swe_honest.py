@@ -109,7 +109,7 @@ async def submitted(instance, command):
     made = await images.scrubbed(engine, await images.resolve(engine, instance.image))
     container = await InstanceContainer.start(engine, made.image_id, run_id="honest")
     try:
-        await container.put({"/tmp/fix.diff": instance.patch.encode()})
+        await container.write("/tmp/fix.diff", instance.patch.encode())
         ran = await container.run(
             f"git apply /tmp/fix.diff && {{ {command}\n}}", timeout_s=60, max_chars=2000
         )
