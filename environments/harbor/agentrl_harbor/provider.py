@@ -37,6 +37,7 @@ from agentrl.env.container.container import (
 )
 from agentrl.env.container.output import Clip
 from agentrl.errors import ConfigError, EnvError
+from agentrl.runtime import start_group
 from agentrl.types import JSON
 from agentrl_harbor.sandbox import MAX_CARRIED_BYTES, SCRIPT_FAILED, TOO_LARGE, is_hidden
 from agentrl_harbor.task import EnvironmentTable
@@ -70,13 +71,12 @@ class Provider:
         """
         worker = Path(__file__).with_name("provider_worker.py")
         try:
-            # In a new session, because Ctrl-C would end it before it could stop its sandboxes.
-            self._process = subprocess.Popen(
+            # Ctrl-C does not reach it: it would end before it could stop its sandboxes.
+            self._process = start_group(
                 [python, str(worker), name, json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                start_new_session=True,
                 env=os.environ | {"HARBOR_TELEMETRY": "off", "DO_NOT_TRACK": "1"},
             )
         except OSError as error:
