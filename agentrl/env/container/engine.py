@@ -177,6 +177,12 @@ class Engine:
             return function(self._client)
 
 
+def is_podman(client: DockerClient) -> bool:
+    """Returns True if the engine is Podman, behind its socket."""
+    components = client.version().get("Components") or []
+    return any("podman" in str(each.get("Name")).lower() for each in components)
+
+
 def remove(client: DockerClient, container_id: str) -> None:
     """Kills and removes a container, which may be gone already or about to be."""
     from docker.errors import APIError

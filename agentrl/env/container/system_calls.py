@@ -12,7 +12,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from agentrl.env.container.engine import engine_errors
+from agentrl.env.container.engine import engine_errors, is_podman
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -120,10 +120,9 @@ def seccomp_options(client: DockerClient, *, sys_admin: bool = False) -> list[st
     host = os.environ.get("DOCKER_HOST", "")
     if host not in _takes_profiles:
         with engine_errors():
-            components = client.version().get("Components") or []
-            is_podman = any("podman" in str(each.get("Name")).lower() for each in components)
             options = client.info().get("SecurityOptions") or []
-        _takes_profiles[host] = "name=seccomp" in ",".join(options) and not is_podman
+            takes = "name=seccomp" in ",".join(options) and not is_podman(client)
+        _takes_profiles[host] = takes
     if not _takes_profiles[host]:
         return []
     return [f"seccomp={json.dumps(profile(sys_admin=sys_admin))}"]

@@ -33,6 +33,7 @@ from agentrl.env.container.engine import (
     ImageMissing,
     connect,
     engine_errors,
+    is_podman,
 )
 from agentrl.errors import EnvError, EnvUnavailable
 from agentrl_swebench.containers import InstanceContainer
@@ -292,19 +293,21 @@ async def scrubbed_of(engine: Engine, name: str) -> Scrubbed:
 def _commit(container_id: str, tag: str, source_id: str, base: Base) -> None:
     with engine_errors():
         client = connect(timeout_s=600)
-        user = client.api.inspect_image(source_id)["Config"].get("User")
+        user = client.api.inspect_image(source_id)["Config"].get("User") or "0:0"
+        its_labels = {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree}
+        # Otherwise the entry point and user of this container would become the image's.
+        config = {"Labels": its_labels, "User": user, "Entrypoint": [], "Cmd": ["/bin/bash"]}
+        changes = None
+        if is_podman(client):  # it ignores the configuration; Docker ignores an empty ENTRYPOINT
+            changes = [f"LABEL {name}={value}" for name, value in its_labels.items()]
+            changes += [f"USER {user}", "ENTRYPOINT []", 'CMD ["/bin/bash"]']
         client.api.commit(
             container_id,
             repository=SCRUBBED,
             tag=tag.rpartition(":")[2],
             message=f"scrubbed from {source_id}",
-            # Otherwise the entry point and user of this container would become the image's.
-            conf={
-                "Labels": {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree},
-                "User": user or "0:0",
-                "Entrypoint": [],
-                "Cmd": ["/bin/bash"],
-            },
+            conf=config,
+            changes=changes,
         )
 
 
