@@ -198,6 +198,10 @@ async def _container(
 ) -> AsyncIterator[InstanceContainer]:
     """Yields a container for a run, watches it and the engine's disk, and removes it."""
     engine, image = current_engine(), run.instance.image
+    for lost in list(_left):
+        with contextlib.suppress(EnvError):
+            await lost.remove()
+            _left.discard(lost)
     # As the harness does, a missing image is pulled.
     found = await engine.call(lambda client: images.pull(client, [image], min_free_bytes=0))
     run.seen["image_id"] = found[image]
@@ -222,6 +226,8 @@ async def _container(
             yield container
         finally:
             run.seen["container_end"] = await _end_of(container, watch)
+            if run.seen["container_end"] == "lost":
+                _left.add(container)
             run.seen["out_of_memory"] = watch.out_of_memory
     finally:
         disk.cancel()
@@ -229,6 +235,10 @@ async def _container(
             with contextlib.suppress(TimeoutError):
                 # An engine that hangs must not cost the verdict: the container ends by itself.
                 await asyncio.wait_for(container.end(), _END_S)
+
+
+_left: set[InstanceContainer] = set()
+"""Containers of which the engine was gone at their end; the next run removes them."""
 
 
 async def _end_of(container: InstanceContainer, watch: Watch) -> str:

@@ -89,7 +89,9 @@ class PrivateEngine:
         )
 
     def running(self) -> str:
-        return self.docker("ps", "-q", check=False).stdout.split("\n")[0]
+        """The id of a container in which a patch is graded; not of one that makes an image."""
+        ps = ("ps", "-q", "--filter", "label=agentrl.role=grade")
+        return self.docker(*ps, check=False).stdout.split("\n")[0]
 
 
 @pytest.fixture(scope="module")
