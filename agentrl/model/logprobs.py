@@ -39,6 +39,7 @@ def require_exact(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the log-probs differ by more than rounding in all of them.
     """
+    _require_exact_experts(model)
     problems: dict[str, str] = {}
     for name in (SHARED_ATTENTION_NAME, ATTENTION_NAME, plain_attention(model)):
         try:
@@ -79,6 +80,38 @@ def require_exact(model: PreTrainedModel) -> None:
         f"{type(model).__name__} cannot be trained exactly: on packed rows it "
         f"{problems[ATTENTION_NAME]}, and one segment at a time it {problem}; choose a family of "
         "docs/models.md"
+    )
+
+
+def _require_exact_experts(model: PreTrainedModel) -> None:
+    """Has a mixture computed by one grouped product of all experts if that agrees with a loop over
+    the experts, which is some times slower; else by the loop.
+
+    Experts that are divided over ranks have no loop: tokens are sent to them in groups.
+    """
+    divided = any(isinstance(each, DTensor) for each in model.parameters())
+    if divided or not model._can_set_experts_implementation():
+        return
+    ids = _probe_ids(model)[0][None].to(model.device)
+
+    def logprobs_by(implementation: str) -> torch.Tensor:
+        model.set_experts_implementation(implementation)
+        with torch.no_grad(), within_reach(model):
+            return model(ids, use_cache=False).logits.float().log_softmax(-1)
+
+    expected = logprobs_by("eager")
+    try:
+        difference = (logprobs_by("grouped_mm") - expected).abs().mean().item()
+        if difference < tolerance(model.dtype):
+            return
+        problem = f"it differs from a loop over the experts by {difference:.2g}"
+    except (ImportError, RuntimeError, ValueError) as error:
+        problem = f"it cannot run ({first_line(error)})"
+    model.set_experts_implementation("eager")
+    logger.warning(
+        "%s computes one expert after another, which is slower than a grouped product, because %s",
+        type(model).__name__,
+        problem,
     )
 
 

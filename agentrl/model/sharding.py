@@ -63,12 +63,15 @@ def load_model(
         model = models.load_model(path, dtype=torch.float32, device="cpu", max_tokens=max_tokens)
         if context.current().size > 1:
             context.require_position_free(model.config)
-        ranks.share([model.config._attn_implementation, *logprobs.logit_shape(model)])
+        config = model.config
+        implementations = [config._attn_implementation, config._experts_implementation]
+        ranks.share([*implementations, *logprobs.logit_shape(model)])
     else:
         model = models.empty_model(path, max_tokens)
         found: Any = ranks.share()
         model.set_attn_implementation(found[0])
-        model.logit_shape = tuple(found[1:])  # pyright: ignore[reportArgumentType]
+        model.set_experts_implementation(found[1])
+        model.logit_shape = tuple(found[2:])  # pyright: ignore[reportArgumentType]
     return model
 
 

@@ -65,9 +65,10 @@ MESHES = {
 }
 
 
-def save_family(folder: Path, name: str) -> str:
+def save_family(folder: Path, name: str, **changes: int) -> str:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SHAPE | FAMILIES[name]))
+    config = AutoConfig.for_model(name, **SHAPE | FAMILIES[name] | changes)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # gains of 1 and biases of 0 would hide what is left out
         for parameter in model.parameters():
             if parameter.ndim < 2:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
+from test_meshes import save_family
 from test_vllm_training import RUN, groups_trained, server_processes
 from vllm_fixture import running_vllm, vllm_python
 
@@ -17,6 +18,7 @@ from agentrl.view.tracking import read_metrics
 
 NUM_STEPS = int(os.environ.get("AGENTRL_RANKS_VLLM_STEPS", "12"))
 """60 show the whole curve of the quickstart."""
+NUM_MIXTURE_STEPS = int(os.environ.get("AGENTRL_MIXTURE_VLLM_STEPS", "6"))
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -52,6 +54,31 @@ def test_ranks_learn_on_an_attached_server(tmp_path):
     print("2 ranks:", " ".join(f"{reward:.2f}" for reward in rewards))
     third = NUM_STEPS // 3
     assert sum(rewards[-third:]) > sum(rewards[:third]), "it learns"
+
+
+@pytest.mark.parametrize("axis", ["expert", "data"])
+def test_ranks_train_a_mixture_that_a_server_samples(axis, tmp_path):
+    """Experts are gathered from their ranks, named one by one and packed again by the server."""
+    model = save_family(tmp_path, "qwen3_moe", head_dim=32)  # no smaller heads on a CPU
+    plugin = write_plugin(tmp_path / "plugin")
+    settings = {"model": model, "plugin_dir": plugin, "max_model_len": 256}
+    with running_vllm(tmp_path / "server", **settings) as launcher:
+        metrics = train(
+            tmp_path / "run",
+            *("--model.path", model, "--inference.urls", launcher.urls[0]),
+            *(f"--train.parallel.{axis}", "2", "--run.num_steps", str(NUM_MIXTURE_STEPS)),
+            *("--rollout.groups_per_step", "4", "--rollout.group_size", "4"),
+            # The untrained mixture solves nothing: it learns from its entropy alone.
+            *("--run.preflight", "false", "--run.eval_every", "0"),
+            *("--objective.entropy.coef", "0.05", "--train.learning_rate", "1e-3"),
+        )
+    for row in metrics:
+        keys = ("policy/rollout_train_logprob_diff_mean", "policy/rollout_train_logprob_diff_max")
+        probe, moved = row["sync/probe_logprob_diff_max"], row["train/grad_norm"]
+        figures = " ".join(f"{row[key]:.1e}" for key in keys)
+        print(f"{axis} 2, step {row['step']}: {figures} probe {probe:.1e} gradient {moved:.1e}")
+    require_same_weights(metrics, NUM_MIXTURE_STEPS)
+    assert all(row["train/grad_norm"] > 1e-4 for row in metrics)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model.lora.rank", "8"]], ids=["weights", "adapter"])
