@@ -27,7 +27,7 @@ from agentrl.algo.user_functions import ADVANTAGE_INPUTS, LOSS_INPUTS
 from agentrl.cli.main import add_plugins, app
 from agentrl.config import RunConfig
 from agentrl.config.load import FIRST_KEYS, valid_keys
-from agentrl.config.peers import PEERS, Row
+from agentrl.config.peers import Row, peers
 from agentrl.config.toml_text import toml_value
 from agentrl.env.check import CHECKS
 from agentrl.env.registry import resolve
@@ -383,7 +383,7 @@ def _by_value(row: Row) -> list[str]:
 
 def peer(name: str) -> str:
     """Returns the page of another trainer: what its settings are called here."""
-    found = PEERS[name]
+    found = peers()[name]
     lines = [
         _NOTE,
         f"# Coming from {found.name}",
@@ -402,7 +402,7 @@ def peer(name: str) -> str:
         "",
     ]
     of_cell: dict[str, list[str]] = {}
-    for row in found.rows:
+    for row in found.rows.values():
         keys = [f"`{key}`" for key in (row.to, *row.also) if key]
         needs = [f"only with `{row.needs}`"] if row.needs else []
         ours = [", ".join(keys), *_by_value(row), row.note, *needs]
@@ -416,7 +416,7 @@ def peer(name: str) -> str:
 
 
 PAGES = {
-    **{f"from_{name.replace('-', '_')}.md": partial(peer, name) for name in PEERS},
+    **{f"from_{name.replace('-', '_')}.md": partial(peer, name) for name in peers()},
     "configuration.md": configuration,
     "metrics.md": metrics,
     "commands.md": commands,

@@ -133,7 +133,7 @@ def test_every_flag_has_a_row_in_the_migration_page() -> None:
     flag = r"(?<![\w-])(--[a-z][a-z_-]+|[a-z]+_[a-z_0-9]+)"
     flags = {found for row in ROWS for found in re.findall(flag, row["name"])}
     assert len(flags) > 100
-    assert not sorted(flags - known), "give them a row in agentrl/config/peers.py"
+    assert not sorted(flags - known), "give them a row in agentrl/config/peers.toml"
 
 
 def test_a_wrong_row_is_found() -> None:

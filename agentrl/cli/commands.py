@@ -513,7 +513,7 @@ def import_(
         f"{out}: {len(found.keys)} keys from {found.peer.name}'s settings, {len(found.differs)} of "
         f"them with a difference; {len(found.nothing)} need nothing here"
     )
-    for line in found.left:
+    for line in found.left.values():
         print(f"to do: {line}")
     if certificate is not None:
         print(certificate)

@@ -6,7 +6,7 @@ import ast
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.algo.objective import deep_merge
 from agentrl.config import RunConfig
 from agentrl.config.load import load_config
-from agentrl.config.peers import PEERS, Peer, Row
+from agentrl.config.peers import Peer, Row, peers
 from agentrl.config.toml_text import toml_key, toml_value
 from agentrl.errors import AgentRLError, ConfigError, DataError
 
@@ -24,6 +24,7 @@ PROMPT_ROOM = 4096
 """Tokens for the prompt where the other trainer does not say; also the default of the whole."""
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}
 """LoraConfig's names that say too little by themselves."""
+_LISTS = {"reward.functions", "rollout.keep", "rollout.stop_strings", "inference.urls"}
 
 
 @dataclass(slots=True)
@@ -31,25 +32,51 @@ class Imported:
     """A run file in the making."""
 
     trainer: str
-    """Its name in `PEERS`."""
+    """Its name in `peers()`."""
+    path: Path
     given: Mapping[str, Any]
     """The settings of the file, as they are called there."""
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Key here -> its value, and what it was there."""
     differs: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """What was not taken and why, and what a person has to do."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Setting there, or key here -> why it was not taken, and what a person has to do."""
     nothing: list[str] = field(default_factory=list)
     """What is always so here."""
 
     @property
     def peer(self) -> Peer:
         """The other trainer."""
-        return PEERS[self.trainer]
+        return peers()[self.trainer]
 
     def set(self, key: str, value: Any, comment: str) -> None:
-        """Records the value of a key here, and what it was there."""
+        """Records the value of a key here, and what it was there: names of settings, which then
+        need nothing more."""
         self.keys[key] = (value, comment)
+        for word in re.split(r",? ", comment):
+            if word in self.peer.rows:
+                self.left.pop(word, None)
+
+    def set_whole(self, key: str, value: float, comment: str) -> None:
+        """Records a number that was computed, if it is whole."""
+        if value >= 1 and value == int(value):
+            self.set(key, int(value), comment)
+        else:
+            self.left[key] = f"{comment} = {value:g}: not a whole number; set {key}"
+
+    def copy(self, key: str, theirs: str, default: Any) -> None:
+        """Records a setting, or its default there, unless only running the program would tell."""
+        if not isinstance(value := self.given.get(theirs, default), Unknown):
+            self.set(key, value, theirs)
+
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        """Returns the value of a key here."""
+        return self.keys.get(key, (otherwise, ""))[0]
+
+    def number(self, theirs: str, otherwise: Any = None) -> Any:
+        """Returns a setting that is a number."""
+        value = self.given.get(theirs)
+        return value if isinstance(value, int | float) else otherwise
 
 
 def import_file(path: Path, trainer: str | None = None) -> Imported:
@@ -58,26 +85,42 @@ def import_file(path: Path, trainer: str | None = None) -> Imported:
     Args:
         path: a Python script with TRL's `GRPOConfig`, a yaml of TRL, verl or AReaL, a shell script
             that starts verl or slime, or a toml of prime-rl.
-        trainer: a name of `PEERS`; None finds it out.
+        trainer: a name of `peers()`; None finds it out.
 
     Raises:
         DataError: the file cannot be read as any of these; names the line where there is one.
         ConfigError: no trainer has such settings.
     """
+    read, names = _FILES.get(path.suffix, _SHELL)
     try:
-        given = _settings(path, path.read_text(encoding="utf-8-sig"))
+        given = read(path.read_text(encoding="utf-8-sig"))
     except (SyntaxError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    name = trainer or _trainer_of(path, given)
-    if name is None:
-        known = ", ".join(PEERS)
-        raise ConfigError(f"{path}: no settings of {known}; name one with --from if there are")
-    found = Imported(name, given)
-    rows = {row.theirs: row for row in found.peer.rows}
+    known = {each: len(given.keys() & peers()[each].rows.keys()) for each in names}
+    name = trainer or max(names, key=known.__getitem__)
+    if trainer is None and not known[name]:
+        raise ConfigError(
+            f"{path}: no settings of {', '.join(peers())}; name one with --from if there are"
+        )
+    found = Imported(name, path, given)
+    _take_rows(found)
+    if not given.keys().isdisjoint(found.peer.betas):
+        betas = [found.number(*each) for each in zip(found.peer.betas, (0.9, 0.999), strict=True)]
+        found.set("train.betas", betas, ", ".join(found.peer.betas))
+    for follow in _FOLLOWS.get(name, ()):
+        follow(found)
+    _fill(found)
+    _check(found)
+    return found
+
+
+def _take_rows(found: Imported) -> None:
+    """Records every setting by its row of the table."""
+    rows = found.peer.rows
     unknown, placed = {}, []
-    for theirs, value in given.items():
+    for theirs, value in found.given.items():
         if theirs in rows:
-            _take(found, rows[theirs], value, given)
+            _take(found, rows[theirs], value)
         elif any(fnmatchcase(theirs, pattern) for pattern in found.peer.placement):
             placed.append(theirs)
         else:
@@ -88,8 +131,49 @@ def import_file(path: Path, trainer: str | None = None) -> Imported:
         )
     if unknown:
         listed = ", ".join(f"{theirs} = {_shown(value)}" for theirs, value in unknown.items())
-        found.left.append(f"unknown here: {listed}")
-    _sizes(found, name, given)
+        found.left["unknown"] = f"unknown here: {listed}"
+    for theirs in found.peer.asked:
+        if theirs not in found.given:
+            wanted = rows[theirs].to or rows[theirs].note
+            found.left[theirs] = f"{theirs}: not given; set {wanted}"
+
+
+def _take(found: Imported, row: Row, value: Any) -> None:
+    """Records one setting."""
+    was = f"{row.theirs} = {_shown(value)}"
+    needs_nothing = row.note.startswith("nothing")
+    line = ""
+    if isinstance(value, Unknown):
+        line = f"{row.theirs}: {value.why}" + (f"; {row.note}" if row.note else "")
+    elif row.needs and not _is_on(found.given.get(row.needs)):
+        line, needs_nothing = f"{was}: without effect, since {row.needs} is off", True
+    elif (mine := row.values.get(str(value).lower())) is not None:
+        for key, each in mine.items():
+            found.set(key, each, was)
+        line, needs_nothing = "" if mine else f"{was}: the default here", True
+    elif row.to is None:
+        line = f"{was}: {row.note or 'no such value here'}"
+    elif value is None:
+        line, needs_nothing = f"{was}: the default here", True
+    else:
+        mine = [value] if row.to in _LISTS and not isinstance(value, list) else value
+        found.set(row.to, mine, f"{was}; {row.note}" if row.note else was)
+        if row.note:
+            found.differs.append(f"{row.to}: {row.note}")
+        for key, other in row.also.items() if _is_on(value) else ():
+            found.set(key, other, was)
+    if line and needs_nothing:
+        found.nothing.append(line)
+    elif line:
+        found.left[row.theirs] = line
+
+
+def _is_on(value: Any) -> bool:
+    return value not in (None, False, 0, "") and str(value).lower() != "false"
+
+
+def _fill(found: Imported) -> None:
+    """Sets what the other trainer has as its default, and what follows from other keys."""
     if "objective.preset" not in found.keys:
         found.set("objective.preset", found.peer.preset, f"{found.peer.name}'s own defaults")
     for key, mine in found.peer.defaults.items():
@@ -98,151 +182,44 @@ def import_file(path: Path, trainer: str | None = None) -> Imported:
     low, high = "objective.surrogate.low", "objective.surrogate.high"
     if low in found.keys and high not in found.keys:
         found.set(high, found.keys[low][0], f"{found.keys[low][1]}: both bounds")
-    for theirs in found.peer.asked:
-        if theirs not in given:
-            found.left.append(f"{theirs}: not given; set {rows[theirs].to or rows[theirs].note}")
-    if not found.keys.get("objective.kl.coef", (1, ""))[0]:
+    if not found.value("objective.kl.coef", 1):
         for key in [key for key in found.keys if key.startswith("objective.kl.")]:
             found.nothing.append(f"{found.keys.pop(key)[1]}: there is no KL")
-    turn = found.keys.get("rollout.max_turn_tokens", (0, ""))[0]
+    turn = found.value("rollout.max_turn_tokens", 0)
     if turn >= PROMPT_ROOM and "rollout.max_context_tokens" not in found.keys:
         comment = f"rollout.max_turn_tokens and {PROMPT_ROOM} for the prompt"
         found.set("rollout.max_context_tokens", turn + PROMPT_ROOM, comment)
-    if name == "trl":
-        _trl(found, given, path)
-    if name == "verl" and "custom_reward_function.path" in given:
-        file = given["custom_reward_function.path"]
-        function = given.get("custom_reward_function.name", "compute_score")
-        found.set("reward.functions", [f"{file}:{function}"], "custom_reward_function")
-        found.left = [line for line in found.left if not line.startswith("custom_reward_function.")]
-    _check(found)
-    return found
 
 
-def _take(found: Imported, row: Row, value: Any, given: Mapping[str, Any]) -> None:
-    """Records one setting."""
-    was = f"{row.theirs} = {_shown(value)}"
-    if isinstance(value, Unknown):
-        lines = found.nothing if row.note.startswith("nothing") else found.left
-        lines.append(f"{row.theirs}: {value.why}" + (f"; {row.note}" if row.note else ""))
-        return
-    if row.needs and not _is_on(given.get(row.needs)):
-        found.nothing.append(f"{was}: without effect, since {row.needs} is off")
-        return
-    by_value = row.values.get(str(value).lower()) if row.values else None
-    if by_value is not None:
-        for key, mine in by_value.items():
-            found.set(key, mine, was)
-        if not by_value:
-            found.nothing.append(f"{was}: the default here")
-    elif row.to is None:
-        line = f"{was}: {row.note or 'no such value here'}"
-        (found.nothing if row.note.startswith("nothing") else found.left).append(line)
-    elif value is None:
-        found.nothing.append(f"{was}: the default here")
+# what follows from several settings ---------------------------------------------------------------
+
+
+def _trl_sizes(found: Imported) -> None:
+    per_device = found.number("per_device_train_batch_size", 8)
+    accumulated = found.number("gradient_accumulation_steps", 1)
+    per_step = found.number("steps_per_generation", accumulated)
+    if (batch := found.number("generation_batch_size")) is None:
+        batch = per_device * per_step
+        text = "per_device_train_batch_size x steps_per_generation / num_generations"
     else:
-        mine = [value] if row.to in _LISTS and not isinstance(value, list) else value
-        found.set(row.to, mine, f"{was}; {row.note}" if row.note else was)
-        if row.note:
-            found.differs.append(f"{row.to}: {row.note}")
-        for key, other in row.also.items() if _is_on(value) else ():
-            found.set(key, other, was)
+        text = "generation_batch_size / num_generations"
+        per_step = max(1, batch // per_device)
+    found.set_whole("rollout.groups_per_step", batch / found.number("num_generations", 8), text)
+    text = "steps_per_generation / gradient_accumulation_steps"
+    found.set_whole("train.num_minibatches", per_step / accumulated, text)
+    updates = found.value("train.num_minibatches", 1) * found.number("num_iterations", 1)
+    if (most := found.number("max_steps", -1)) > 0:
+        found.set_whole("run.num_steps", most / updates, "max_steps / updates-of-a-step")
+    if isinstance(rounds := found.given.get("max_tool_calling_iterations"), int):
+        found.set("rollout.max_turns", rounds + 1, "max_tool_calling_iterations, and the answer")
 
 
-_LISTS = {"reward.functions", "rollout.keep", "rollout.stop_strings", "inference.urls"}
-
-
-def _is_on(value: Any) -> bool:
-    return value not in (None, False, 0, "") and str(value).lower() != "false"
-
-
-def _sizes(found: Imported, name: str, given: Mapping[str, Any]) -> None:
-    """Sets what follows from several settings: groups and minibatches of a step, betas, lengths."""
-
-    def number(key: str, otherwise: Any = None) -> Any:
-        value = given.get(key)
-        return value if isinstance(value, int | float) else otherwise
-
-    def whole(key: str, value: float, comment: str) -> None:
-        if value >= 1 and value == int(value):
-            found.set(key, int(value), comment)
-            for part in comment.split(" ")[::2]:
-                found.left = [line for line in found.left if not line.startswith(f"{part} = ")]
-        else:
-            found.left.append(f"{comment} = {value:g}: not a whole number; set {key}")
-
-    for first, second in (
-        ("adam_beta1", "adam_beta2"),
-        ("--adam-beta1", "--adam-beta2"),
-        ("actor.optimizer.beta1", "actor.optimizer.beta2"),
-    ):
-        if first in given or second in given:
-            betas = [number(first, 0.9), number(second, 0.999)]
-            found.set("train.betas", betas, f"{first}, {second}")
-            prefix = (f"{first} = ", f"{second} = ")
-            found.left = [line for line in found.left if not line.startswith(prefix)]
-    if name == "trl":
-        samples, accumulated = (
-            number("num_generations", 8),
-            number("gradient_accumulation_steps", 1),
-        )
-        per_step = number("steps_per_generation", accumulated)
-        batch = number("generation_batch_size")
-        if batch is None:
-            batch = number("per_device_train_batch_size", 8) * per_step
-            text = "per_device_train_batch_size x steps_per_generation / num_generations"
-        else:
-            text = "generation_batch_size / num_generations"
-            per_step = max(1, batch // number("per_device_train_batch_size", 8))
-        whole("rollout.groups_per_step", batch / samples, text)
-        whole(
-            "train.num_minibatches",
-            per_step / accumulated,
-            "steps_per_generation / gradient_accumulation_steps",
-        )
-        updates = found.keys.get("train.num_minibatches", (1, ""))[0] * number("num_iterations", 1)
-        if (number("max_steps") or -1) > 0:
-            whole("run.num_steps", given["max_steps"] / updates, "max_steps / updates-of-a-step")
-    if name == "verl":
-        batch, mini = (number(key) for key in ("data.train_batch_size", _MINI))
-        if batch and mini:
-            whole("train.num_minibatches", batch / mini, f"data.train_batch_size / {_MINI}")
-        prompt, answer = (number(f"data.max_{part}_length") for part in ("prompt", "response"))
-        if prompt and answer:
-            whole(
-                "rollout.max_context_tokens",
-                prompt + answer,
-                "data.max_prompt_length + data.max_response_length",
-            )
-    if name == "slime" and "train.num_minibatches" not in found.keys:
-        played = number("--rollout-batch-size", 0) * number("--n-samples-per-prompt", 0)
-        if (batch := number("--global-batch-size")) and played:
-            text = "--rollout-batch-size x --n-samples-per-prompt / --global-batch-size"
-            whole("train.num_minibatches", played / batch, text)
-    sources = given.get("orchestrator.train.source")
-    if name == "prime-rl" and isinstance(sources, list) and len(sources) == 1:
-        taskset = dict(sources[0].get("env", {}).get("taskset", {}))
-        if taskset_id := taskset.pop("id", None):
-            found.set("env.id", f"verifiers:{taskset_id}", "orchestrator.train.source")
-            found.left = [line for line in found.left if "train.source" not in line]
-            if taskset:
-                found.set("env.config.settings", taskset, "its taskset")
-    if name == "prime-rl" and "orchestrator.algo.type" not in given:
-        found.set("objective.scale.kind", "none", "prime-rl's default, GRPO without a deviation")
-    if name == "prime-rl" and (batch := number("orchestrator.batch_size")):
-        samples = found.keys.get("rollout.group_size", (8, ""))[0]
-        whole("rollout.groups_per_step", batch / samples, "orchestrator.batch_size / group_size")
-
-
-_MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
-
-
-def _trl(found: Imported, given: Mapping[str, Any], path: Path) -> None:
-    """Adds what follows from TRL's other settings, and its functions by their names."""
+def _trl_objective(found: Imported) -> None:
+    given = found.given
     if "objective.kl.coef" in found.keys and "objective.kl.gradient" not in found.keys:
         found.set("objective.kl.gradient", "unbiased", "use_bias_correction_kl = True, its default")
     low, high, cap = (f"objective.surrogate.{name}" for name in ("low", "high", "cap"))
-    kind = found.keys.get("objective.surrogate.kind", ("", ""))[0]
+    kind = found.value("objective.surrogate.kind")
     if kind:
         was = found.keys.pop(low, None), found.keys.pop(high, None), found.keys.pop(cap, None)
         if kind == "cispo":  # TRL's bound is of the ratio itself there, and there is no lower one
@@ -250,67 +227,110 @@ def _trl(found: Imported, given: Mapping[str, Any], path: Path) -> None:
             found.set(high, bound, "epsilon_high, or else epsilon")
         elif any(was):
             found.nothing.append(f"epsilon, epsilon_high, delta: without effect in {kind}")
-    if found.keys.get("objective.aggregate.kind", ("", ""))[0] == "constant":
-        longest = given.get("max_completion_length", 512)
-        found.set("objective.aggregate.max_tokens", longest, "max_completion_length")
-    if found.keys.get("objective.preset", ("", ""))[0] == "bnpo":
-        local = given.get("per_device_train_batch_size", 8)
-        found.set("objective.aggregate.local_rows", local, "per_device_train_batch_size")
+    if found.value("objective.aggregate.kind") == "constant":
+        found.copy("objective.aggregate.max_tokens", "max_completion_length", 512)
+    if found.value("objective.preset") == "bnpo":
+        found.copy("objective.aggregate.local_rows", "per_device_train_batch_size", 8)
     corrected = _is_on(given.get("vllm_importance_sampling_correction", True))
-    if _is_on(given.get("use_vllm")) and corrected:
+    if corrected and _is_on(given.get("use_vllm")):
         if "vllm_importance_sampling_mode" not in given:
             comment = "vllm_importance_sampling_mode = sequence_mask, its default"
             found.set("objective.off_policy.level", "sequence_product", comment)
             found.set("objective.off_policy.outside", "zero", comment)
         if kind == "vespo":
-            found.left.append("vespo: TRL weights by the sampler's ratio in phi, here beside it")
-    if found.keys.get("objective.ratio.level", ("", ""))[0] == "sequence" and _is_on(
-        given.get("beta")
-    ):
-        found.left.append(
+            found.left["vespo"] = "vespo: TRL weights by the sampler's ratio in phi, here beside it"
+    if found.value("objective.ratio.level") == "sequence" and _is_on(given.get("beta")):
+        found.left["beta"] = (
             "beta: TRL weights the KL with the ratio of the sequence, here each token's own does"
         )
-    if isinstance(rounds := given.get("max_tool_calling_iterations"), int):
-        found.set("rollout.max_turns", rounds + 1, "max_tool_calling_iterations, and the answer")
-        found.left = [each for each in found.left if not each.startswith("max_tool_calling")]
-    _trl_environment(found, given, path)
-    functions = given.get("reward_funcs")
-    if functions is None:
-        return
-    found.left = [line for line in found.left if not line.startswith("reward_funcs")]
-    named = [str(each) for each in functions if isinstance(each, _Function)]
-    if named and len(named) == len(functions):
-        found.set("reward.functions", [f"{path}:{each}" for each in named], "reward_funcs")
-        if not re.search(r"__name__\s*==", path.read_text(encoding="utf-8-sig")):
-            found.left.append(
-                f"{path} is imported for its functions: put what trains below "
-                '`if __name__ == "__main__":`'
-            )
-    else:
-        found.left.append("reward_funcs: not functions of this file; name them in reward.functions")
 
 
-def _trl_environment(found: Imported, given: Mapping[str, Any], path: Path) -> None:
+def _trl_environment(found: Imported) -> None:
     """Names the environment, if the script has its class or reads its rows from a file."""
-    made, rows = given.get("environment_factory"), given.get("train_dataset")
+    made, rows = found.given.get("environment_factory"), found.given.get("train_dataset")
     is_file = isinstance(rows, str) and rows.endswith((".jsonl", ".parquet"))
     if isinstance(made, _Function):
-        found.set("env.id", f"trl:{path}:{made}", "environment_factory")
+        found.set("env.id", f"trl:{found.path}:{made}", "environment_factory")
     elif made is None and is_file:
         found.set("env.id", "trl", "rows with prompts")
-    if "env.id" in found.keys:
-        names = ("environment_factory",) + (("train_dataset",) if is_file else ())
-        found.left = [line for line in found.left if not line.startswith(names)]
     if "env.id" in found.keys and is_file:
         found.set("env.config.tasks", rows, "train_dataset")
+
+
+def _trl_rewards(found: Imported) -> None:
+    """Names the reward functions that the script defines."""
+    if (functions := found.given.get("reward_funcs")) is None:
+        return
+    path = found.path
+    named = [str(each) for each in functions if isinstance(each, _Function)]
+    if not named or len(named) != len(functions):
+        found.left["reward_funcs"] = (
+            "reward_funcs: not functions of this file; name them in reward.functions"
+        )
+        return
+    found.set("reward.functions", [f"{path}:{each}" for each in named], "reward_funcs")
+    if not re.search(r"__name__\s*==", path.read_text(encoding="utf-8-sig")):
+        found.left["__main__"] = (
+            f"{path} is imported for its functions: put what trains below "
+            '`if __name__ == "__main__":`'
+        )
+
+
+def _verl(found: Imported) -> None:
+    mini_key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    batch, mini = (found.number(key) for key in ("data.train_batch_size", mini_key))
+    if batch and mini:
+        text = f"data.train_batch_size / {mini_key}"
+        found.set_whole("train.num_minibatches", batch / mini, text)
+    prompt, answer = (found.number(f"data.max_{part}_length") for part in ("prompt", "response"))
+    if prompt and answer:
+        text = "data.max_prompt_length + data.max_response_length"
+        found.set_whole("rollout.max_context_tokens", prompt + answer, text)
+    if file := found.given.get("custom_reward_function.path"):
+        function = found.given.get("custom_reward_function.name", "compute_score")
+        text = "custom_reward_function.path custom_reward_function.name"
+        found.set("reward.functions", [f"{file}:{function}"], text)
+
+
+def _slime(found: Imported) -> None:
+    played = found.number("--rollout-batch-size", 0) * found.number("--n-samples-per-prompt", 0)
+    batch = found.number("--global-batch-size")
+    if "train.num_minibatches" not in found.keys and batch and played:
+        text = "--rollout-batch-size x --n-samples-per-prompt / --global-batch-size"
+        found.set_whole("train.num_minibatches", played / batch, text)
+
+
+def _prime_rl(found: Imported) -> None:
+    sources = found.given.get("orchestrator.train.source")
+    if isinstance(sources, list) and len(sources) == 1:
+        taskset = dict(sources[0].get("env", {}).get("taskset", {}))
+        if taskset_id := taskset.pop("id", None):
+            found.set("env.id", f"verifiers:{taskset_id}", "orchestrator.train.source")
+            if taskset:
+                found.set("env.config.settings", taskset, "its taskset")
+    if "orchestrator.algo.type" not in found.given:
+        found.set("objective.scale.kind", "none", "prime-rl's default, GRPO without a deviation")
+    if batch := found.number("orchestrator.batch_size"):
+        samples = found.value("rollout.group_size", 8)
+        text = "orchestrator.batch_size / group_size"
+        found.set_whole("rollout.groups_per_step", batch / samples, text)
+
+
+_FOLLOWS: dict[str, tuple[Callable[[Imported], None], ...]] = {
+    "trl": (_trl_sizes, _trl_objective, _trl_environment, _trl_rewards),
+    "verl": (_verl,),
+    "slime": (_slime,),
+    "prime-rl": (_prime_rl,),
+}
+"""What to add after the rows of the table, by trainer."""
 
 
 def _check(found: Imported) -> None:
     """Names what a run file cannot do without, and what the schema refuses."""
     if "model.path" not in found.keys:
-        found.left.append("model.path: set it")
+        found.left["model.path"] = "model.path: set it"
     if not any(key.startswith("env.") for key in found.keys):
-        found.left.append(
+        found.left["env"] = (
             'env: name the environment; rows of questions and answers are env.id = "math" with '
             "env.config.source (docs/environment_keys.md)"
         )
@@ -322,10 +342,10 @@ def _check(found: Imported) -> None:
             line = str(error).splitlines()[0]
             key = next((each for each in found.keys if each in line), None)
             if key is None:
-                found.left.append(line)
+                found.left["configuration"] = line
                 return
             _, comment = found.keys.pop(key)
-            found.left.append(f"{comment}: {line}")
+            found.left[key] = f"{comment}: {line}"
 
 
 def config_of(found: Imported) -> RunConfig:
@@ -360,7 +380,7 @@ def run_file(found: Imported, source: Path) -> str:
     text = f"# From {source.name}, settings of {found.peer.version.replace('`', '')}.\n"
     for table in sorted(tables, key=lambda name: (order.get(name.partition(".")[0], 99), name)):
         text += f"\n[{table}]\n" + "\n".join(tables[table]) + "\n"
-    for title, lines in (("For you to do", found.left), ("Nothing to set", found.nothing)):
+    for title, lines in (("For you to do", found.left.values()), ("Nothing to set", found.nothing)):
         if lines:
             text += f"\n# {title}:\n" + "".join(f"# * {line}\n" for line in lines)
     return text
@@ -384,32 +404,20 @@ def _shown(value: Any) -> str:
     return "?" if isinstance(value, Unknown) else str(value)
 
 
-def _settings(path: Path, text: str) -> dict[str, Any]:
-    if path.suffix == ".py":
-        return _of_python(text)
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        try:
-            loaded = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-        if not isinstance(loaded, dict):
-            raise ValueError("it is not a table of settings")
-        return _resolved(_flat(loaded))
-    if path.suffix == ".toml":
-        return _flat(tomllib.loads(text))
-    return _of_shell(text)
+def _of_toml(text: str) -> dict[str, Any]:
+    return _flat(tomllib.loads(text))
 
 
-def _trainer_of(path: Path, given: Mapping[str, Any]) -> str | None:
-    """Returns the trainer that has most of the settings, of those that read such files."""
-    of_suffix = {".py": ("trl",), ".toml": ("prime-rl",), ".yaml": ("trl", "verl", "areal")}
-    of_suffix[".yml"] = of_suffix[".yaml"]
-    names = of_suffix.get(path.suffix, ("trl", "verl", "slime"))
-    known = {name: given.keys() & {row.theirs for row in PEERS[name].rows} for name in names}
-    most = max(names, key=lambda name: len(known[name]))
-    return most if known[most] else None
+def _of_yaml(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(loaded, dict):
+        raise ValueError("it is not a table of settings")
+    return _resolved(_flat(loaded))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -487,9 +495,9 @@ def _of_shell(text: str) -> dict[str, Any]:
                 following.append(value_of(other))
             values = [value_of(value)] if is_set else following
             given[name] = True if not values else values[0] if len(values) == 1 else values
-    slime, trl = ({row.theirs for row in PEERS[name].rows} for name in ("slime", "trl"))
+    slime, trl = (peers()[name].rows.keys() for name in ("slime", "trl"))
     # `trl grpo --num_generations 8` has the names of GRPOConfig with dashes before them.
-    if not slime & given.keys() and any(name.lstrip("-") in trl for name in given):
+    if slime.isdisjoint(given) and any(name.lstrip("-") in trl for name in given):
         return {name.lstrip("-"): value for name, value in given.items()}
     return given
 
@@ -550,3 +558,15 @@ def _of_python(text: str) -> dict[str, Any]:
     if isinstance(functions_given, _Function):
         given["reward_funcs"] = [functions_given]
     return given
+
+
+_Reader = Callable[[str], dict[str, Any]]
+_OF_YAML: tuple[_Reader, tuple[str, ...]] = _of_yaml, ("trl", "verl", "areal")
+_FILES: dict[str, tuple[_Reader, tuple[str, ...]]] = {
+    ".py": (_of_python, ("trl",)),
+    ".toml": (_of_toml, ("prime-rl",)),
+    ".yaml": _OF_YAML,
+    ".yml": _OF_YAML,
+}
+"""By suffix: what reads the settings of such a file, and the trainers that have such files."""
+_SHELL: tuple[_Reader, tuple[str, ...]] = _of_shell, ("trl", "verl", "slime")

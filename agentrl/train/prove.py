@@ -122,7 +122,7 @@ def prove(name: str, given: Mapping[str, Any], config: RunConfig, shape: Path) -
     """Computes one update by another trainer's own code and by ours.
 
     Args:
-        name: a name of `PEERS`; only `trl` has a trainer that computes on a CPU.
+        name: a name of `peers()`; only `trl` has a trainer that computes on a CPU.
         given: the settings of its file.
         config: the imported run.
         shape: directory of a small model, whose configuration and tokenizer are used.

@@ -9,7 +9,7 @@ import pytest
 from agentrl.algo.objective import deep_merge
 from agentrl.cli.importing import import_file, run_file
 from agentrl.config.load import load_config, valid_keys
-from agentrl.config.peers import PEERS
+from agentrl.config.peers import peers
 from agentrl.config.toml_text import toml_value
 from agentrl.errors import ConfigError, DataError
 
@@ -26,26 +26,25 @@ def values(found) -> dict:
     return {key: value for key, (value, _) in found.keys.items()}
 
 
-@pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
+@pytest.mark.parametrize("peer", peers().values(), ids=peers())
 def test_every_key_of_the_table_exists(peer):
     keys = valid_keys()
-    of_rows = [row.to for row in peer.rows if row.to] + [
-        key for row in peer.rows for key in row.also
+    of_rows = [row.to for row in peer.rows.values() if row.to] + [
+        key for row in peer.rows.values() for key in row.also
     ]
-    of_values = [key for row in peer.rows for mine in row.values.values() for key in mine]
+    of_values = [key for row in peer.rows.values() for mine in row.values.values() for key in mine]
     for key in [*of_rows, *of_values, *peer.defaults]:
         assert key in keys or key.startswith(OF_A_KIND), key
-    assert len({row.theirs for row in peer.rows}) == len(peer.rows)
-    assert {*peer.asked} <= {row.theirs for row in peer.rows}
-    assert {row.needs for row in peer.rows if row.needs} <= {row.theirs for row in peer.rows}
+    assert {*peer.asked} <= peer.rows.keys()
+    assert {row.needs for row in peer.rows.values() if row.needs} <= peer.rows.keys()
 
 
 @pytest.mark.parametrize(
     ("peer", "mine"),
     [
         pytest.param(peer, mine, id=f"{peer.name}: {row.theirs}")
-        for peer in PEERS.values()
-        for row in peer.rows
+        for peer in peers().values()
+        for row in peer.rows.values()
         for mine in row.values.values()
         if mine
     ],
@@ -110,7 +109,7 @@ def test_a_script_of_trl(tmp_path):
     assert mine["objective.surrogate.low"] == mine["objective.surrogate.high"] == 0.1
     assert mine["train.lr_schedule"] == "linear", "TRL's default, not ours"
     assert mine["reward.functions"] == [f"{tmp_path / 'grpo.py'}:correct"]
-    todo = "\n".join(found.left)
+    todo = "\n".join(found.left.values())
     assert "unknown here: new_key = 1" in todo and "load()" in todo and "__main__" in todo
 
 
@@ -150,7 +149,7 @@ def test_a_script_of_verl(tmp_path):
     assert mine["rollout.max_context_tokens"] == 1536 and mine["train.learning_rate"] == 1e-6
     assert not any(key.startswith("objective.kl") for key in mine), "both KLs are off in verl"
     assert mine["objective.aggregate.kind"] == "token" and mine["objective.surrogate.cap"] == 3.0
-    assert "run.save_every" not in mine and "data.x" in "\n".join(found.left)
+    assert "run.save_every" not in mine and "data.x" in "\n".join(found.left.values())
 
 
 def test_a_script_of_slime(tmp_path):
@@ -166,7 +165,7 @@ def test_a_script_of_slime(tmp_path):
     assert mine["objective.kl.where"] == "loss" and mine["objective.kl.coef"] == 0.001
     assert mine["rollout.stop_strings"] == ["a", "b"]
     assert mine["rollout.max_context_tokens"] == 8192 + 4096
-    todo = "\n".join(found.left)
+    todo = "\n".join(found.left.values())
     assert "--strange = 3" in todo and "--lr: not given; set train.learning_rate" in todo
 
 
@@ -181,7 +180,9 @@ def test_a_yaml_of_areal(tmp_path):
     mine = values(found)
     assert mine["train.learning_rate"] == 1e-5 and mine["train.betas"] == [0.8, 0.9]
     assert mine["rollout.max_staleness"] == 2 and mine["objective.scale.kind"] == "none"
-    assert "ref.path = m" in "\n".join(found.left) and "SEED" in "\n".join(found.left)
+    assert "ref.path = m" in "\n".join(found.left.values()) and "SEED" in "\n".join(
+        found.left.values()
+    )
 
 
 def test_a_toml_of_prime_rl(tmp_path):
@@ -202,7 +203,7 @@ def test_what_is_written_is_a_run_file(name, tmp_path):
     assert loaded.model.path == found.keys["model.path"][0]
     assert "# num_generations = 4" in written or name == "run.toml"
     if name == "run.toml":
-        assert "orchestrator.batch_size / group_size = 1.5" in "\n".join(found.left)
+        assert "orchestrator.batch_size / group_size = 1.5" in "\n".join(found.left.values())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_a_trl_script_with_its_own_class_and_rows_needs_nothing_more(tmp_path):
     mine = values(found)
     assert mine["env.id"] == f"trl:{tmp_path}/grpo.py:Game"
     assert mine["env.config.tasks"] == "rows.jsonl" and mine["rollout.max_turns"] == 3
-    assert found.left == []
+    assert found.left == {}
 
 
 def test_what_places_a_run_on_machines_is_counted_apart(tmp_path):
@@ -255,10 +256,10 @@ def test_what_places_a_run_on_machines_is_counted_apart(tmp_path):
     )
     (placed,) = [line for line in found.nothing if "machines" in line]
     assert placed.startswith("2 settings")
-    assert any("odd.key" in line for line in found.left)
+    assert any("odd.key" in line for line in found.left.values())
 
 
-@pytest.mark.parametrize("trainer", sorted(PEERS.keys() - {"trl"}))
+@pytest.mark.parametrize("trainer", sorted(peers().keys() - {"trl"}))
 def test_there_is_a_certificate_for_trl_alone(tmp_path, trainer):
     from agentrl.train.prove import prove
 
