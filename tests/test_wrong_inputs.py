@@ -96,6 +96,8 @@ OVERRIDES = [
 COMMANDS = [
     ("train .", ". is a directory", "run.toml"),
     ("train none.toml", "none.toml", "no such file"),
+    ("compare none other", "no folder none", ""),
+    ("compare . .", "no config.toml", "run directory"),
     ("train model.toml", "model", "missing"),
     ("train broken.toml", "broken.toml", "not valid TOML"),
     ("train tran.toml", "tran.toml: tran", "did you mean [train]?"),

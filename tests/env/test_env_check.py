@@ -18,7 +18,7 @@ from broken_envs import (
 )
 
 from agentrl.cli.main import main
-from agentrl.env import Environment
+from agentrl.env import Environment, tool
 from agentrl.env.check import (
     CHECKS,
     fresh,
@@ -228,6 +228,18 @@ def test_the_command(capsys):
 
     assert main(["env", "check", "broken_envs:Nothing"]) == 2
     assert main(["env", "check", "broken_envs:Good", "--only", "speed"]) == 2
+
+
+class BlocksForLong(Good):
+    @tool
+    async def add(self, number: int) -> str:
+        time.sleep(0.2)
+        return super().add(number)
+
+
+def test_after_a_call_that_blocks_for_long_no_more_episodes_are_played():
+    results = asyncio.run(check(BlocksForLong, ["event_loop", "episodes", "tasks"]))
+    assert [each.status for each in results] == ["fail", "skip", "pass"]
 
 
 def test_a_lookup_by_reference_is_honest():

@@ -141,6 +141,11 @@ def test_the_first_groups_are_those_with_the_largest_advantage(client, base):
 
     ranks = [(-round(largest(group), 6), -group["step"]) for group in groups]
     assert ranks == sorted(ranks) and ranks[0] < ranks[-1]
+    for group in groups:
+        rewards = [member["reward"] for member in group["members"]]
+        mean = statistics.fmean(rewards)
+        apart = [-round(abs(reward - mean), 9) for reward in rewards]
+        assert apart == sorted(apart)
 
 
 @pytest.mark.parametrize("sort", ["worst", "best", "longest", "surprising", "oldest", "newest"])
