@@ -123,6 +123,8 @@ class Shared:
     """Images by the folder that they were built from, or by name."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while an image is built or pulled, so that none is built twice."""
+    renamed: set[str] = field(default_factory=set)
+    """Tasks of which it was said that a reward of another name counts."""
     provider: Provider | None = None
     """Provider of all sandboxes; None if they are containers of the engine."""
 
@@ -530,6 +532,12 @@ class HarborEnvironment(Environment):
         key = self.config.reward_key
         if key not in means and len(means) == 1:
             key = names[0]
+            if self._task.id not in self.shared.renamed:
+                self.shared.renamed.add(self._task.id)
+                logger.warning(
+                    "the verifier of %s gives no reward %r; its only one, %r, counts instead",
+                    *(self._task.id, self.config.reward_key, key),
+                )
         if means and key not in means:
             raise ConfigError(
                 f"the verifier of {self._task.id} gives the rewards {', '.join(names)}: choose one "

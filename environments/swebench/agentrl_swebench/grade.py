@@ -65,8 +65,10 @@ OfficialRun = Literal["always", "uncovered"]
 test. The withheld run comes first and also ends a grading that it finds wrong."""
 
 BACK_OFF_S = (3.0, 15.0, 60.0, 120.0)
-"""Pauses in seconds before each retry after a failure of the infrastructure; an engine may be
-starting."""
+"""Pauses in seconds before each retry after a failure of the infrastructure."""
+_NUM_RETRIES = {"image": 1, "row": 1, "no_engine": 2}
+"""Most retries by `Evidence.error_kind`: waiting mends neither a missing image nor a row that
+cannot be read, and an engine that is silent after the first two pauses is not just starting."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -320,10 +322,9 @@ async def _without_history(instance: Instance) -> tuple[Instance, str]:
     """Returns the instance with the scrubbed image that agents get, and the id of the row's image.
 
     Raises:
-        EnvError: the image is missing or cannot be scrubbed, or the engine does not answer for
-            minutes.
+        EnvError: the image is missing or cannot be scrubbed, or the engine does not answer.
     """
-    for pause in (*BACK_OFF_S, None):
+    for pause in (*BACK_OFF_S[: _NUM_RETRIES["no_engine"]], None):
         try:
             made = await images.scrubbed_of(current_engine(), instance.image)
             tag = images.scrubbed_tag(made.source_id)
@@ -356,9 +357,10 @@ async def _settled(
             evidence = await run_harness(instance, patch, limits=limits, **options)
         seconds += evidence.seconds
         judgement = judge(instance, evidence, limits)
-        # Waiting repairs neither a missing image nor a row that cannot be read.
-        lasting = evidence.error_kind in ("image", "row") or judgement.outcome != "infrastructure"
-        if not judgement.retry or len(retried) == (1 if lasting else len(BACK_OFF_S)):
+        limit = 1
+        if judgement.outcome == "infrastructure":
+            limit = min(len(BACK_OFF_S), _NUM_RETRIES.get(evidence.error_kind, len(BACK_OFF_S)))
+        if not judgement.retry or len(retried) == limit:
             return _Settled(evidence, judgement, seconds, retried)
         await asyncio.sleep(BACK_OFF_S[len(retried)])
         retried.append(judgement.reason)
@@ -403,7 +405,7 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
     if evidence.error_kind == "timeout":
         flags.append("grade_timeout")
         return judgement("unresolved", evidence.error, retry=True)
-    if evidence.error_kind == "engine" and evidence.container_end == "died":
+    if evidence.error_kind in ("engine", "no_engine") and evidence.container_end == "died":
         return judgement("unresolved", "a process of the tests ended the container", retry=True)
     if evidence.error_kind in ("memory", "decode"):
         # The patch caused endless output or a difference that is not UTF-8; a retry ends the same.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from agentrl.env.container.container import packed
 from agentrl.env.container.engine import Engine, ImageMissing, engine_errors
-from agentrl.errors import AgentRLError, EnvError
+from agentrl.errors import AgentRLError, EnvError, EnvUnavailable
 from agentrl_swebench import images, official
 from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.dataset import Instance
@@ -83,8 +83,8 @@ class Evidence:
     """What follows the mark that was asked for, by line of the log."""
     error_kind: str = ""
     """What ended a run without a report: `patch` (it does not apply), `timeout` (the tests took too
-    long), `image` (it is missing), `engine`, `memory` (too much output), `decode`, `disk`,
-    `other`."""
+    long), `image` (it is missing), `no_engine` (it does not answer), `engine`, `memory` (too much
+    output), `decode`, `disk`, `other`."""
     error: str = ""
     container_end: str = ""
     """End of the container: `stopped` (by this process), `removed` (killed or frozen from outside),
@@ -185,6 +185,7 @@ def _kind_of(error: Exception) -> str:
         return error.kind
     kinds: tuple[tuple[str, type[Exception]], ...] = (
         ("image", ImageMissing),
+        ("no_engine", EnvUnavailable),
         ("engine", AgentRLError),
         ("engine", TimeoutError),
         ("decode", UnicodeError),
@@ -333,9 +334,11 @@ class _Run:
     async def _run_script(self, container: InstanceContainer, output: Path) -> None:
         self.output = output
         with output.open("w") as file:
+            text = _Text(file)
             ran = await container.attend(
-                ["/bin/bash", "/eval.sh"], _Text(file).add, self.timeout_s, MAX_OUTPUT_BYTES
+                ["/bin/bash", "/eval.sh"], text.add, self.timeout_s, MAX_OUTPUT_BYTES
             )
+            text.add(1, b"", final=True)
             if ran.timed_out:
                 file.write(f"\n\nTimeout error: {self.timeout_s} seconds exceeded.")
                 raise _Failed("timeout", f"Test timed out after {self.timeout_s} seconds.")
@@ -350,8 +353,8 @@ class _Text:
         self._file = file
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
-    def add(self, kind: int, payload: bytes) -> None:
-        self._file.write(self._decode(payload))
+    def add(self, kind: int, payload: bytes, *, final: bool = False) -> None:
+        self._file.write(self._decode(payload, final))
 
 
 class Watch:

@@ -89,6 +89,49 @@ def test_rewards_are_read_as_the_verifier_wrote_them(task_folder):
     assert "script failed" in none.info["steps"][0]["problem"]
 
 
+def write_task(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_reward_of_another_name_counts_and_is_named_once(task_folder, tmp_path, caplog):
+    write_task(
+        tmp_path / "scored",
+        {
+            "task.toml": harbor_tasks.NONE,
+            "instruction.md": "Do nothing.",
+            "environment/Dockerfile": harbor_tasks.FROM,
+            "tests/test.sh": harbor_tasks.SH
+            + "echo '{\"score\": 0.5}' > /logs/verifier/reward.json\n",
+        },
+    )
+    (tmp_path / "scored" / "tests" / "test.sh").chmod(0o755)
+    shared, settings = shared_for(tmp_path)
+    for _ in range(2):
+        result = asyncio.run(play(shared, settings, "scored", []))
+        assert result.reward == 0.5 and result.info["rewards"] == {"score": 0.5}
+    said = [each.args for each in caplog.records if "scored" in (each.args or ())]
+    assert said == [("scored", "reward", "score")]
+
+
+def test_an_images_entry_point_is_named_and_not_run(task_folder, tmp_path, caplog):
+    write_task(
+        tmp_path / "service",
+        {
+            "task.toml": harbor_tasks.NONE,
+            "instruction.md": "Make the file /app/made.",
+            "environment/Dockerfile": harbor_tasks.FROM + 'ENTRYPOINT ["/bin/touch", "/app/ran"]\n',
+            "tests/test.sh": harbor_tasks.check("[ -e /app/made ] && [ ! -e /app/ran ]"),
+        },
+    )
+    (tmp_path / "service" / "tests" / "test.sh").chmod(0o755)
+    assert played(tmp_path, "service", ["touch made"]).reward == 1.0
+    said = [each.getMessage() for each in caplog.records if "ENTRYPOINT" in each.getMessage()]
+    assert len(said) == 1 and "/bin/touch /app/ran" in said[0]
+
+
 def test_files_that_nothing_builds_from_come_into_the_working_folder(task_folder, tmp_path):
     for source in (task_folder / "image").rglob("*.*"):
         target = tmp_path / "image" / source.relative_to(task_folder / "image")
@@ -140,10 +183,7 @@ def test_a_shared_verifier_has_its_own_user_and_the_next_agent_the_agents(tmp_pa
             f'[ "$(id -un) $(cat /app/{step})" = "root worker" ]'
         )
         files[f"steps/{step}/solution/solve.sh"] = harbor_tasks.SH + f"id -un > /app/{step}\n"
-    for name, text in files.items():
-        path = tmp_path / "users" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_task(tmp_path / "users", files)
     done = played(tmp_path, "users", verifier="shared")
     assert done.reward == 1.0 and len(done.info["steps"]) == 2
     assert played(tmp_path, "users", []).reward == 0.0

@@ -8,6 +8,7 @@ import pytest
 
 from agentrl.env.container.container import ContainerGone
 from agentrl.env.container.engine import Engine
+from agentrl_swebench import images
 from agentrl_swebench.containers import File, InstanceContainer
 
 pytestmark = pytest.mark.docker
@@ -48,6 +49,14 @@ def test_a_command_gives_output_and_exit_code_and_keeps_no_state(fixture_dir):
         assert (await run(made, "printf '\\377'")).output == "�"
 
     with_container(fixture_dir, scenario)
+
+
+def test_an_image_is_local_by_each_of_its_names(engine, fixture_dir):
+    image_id = engine.images.get(IMAGE).id
+    for name in (IMAGE, f"docker.io/{IMAGE}", image_id, image_id.partition(":")[2][:12]):
+        assert images.is_local(engine, name), name
+    assert not images.is_local(engine, IMAGE.partition(":")[0] + ":another")
+    assert not images.is_local(engine, "agentrl/never-built")
 
 
 def test_input_is_at_its_end(fixture_dir):

@@ -57,6 +57,7 @@ def evidence(**values):
         (evidence(error_kind="image", container_end=""), ("infrastructure", True)),
         (evidence(error_kind="engine", container_end="lost"), ("infrastructure", True)),
         (evidence(error_kind="engine"), ("infrastructure", True)),
+        (evidence(error_kind="no_engine", container_end=""), ("infrastructure", True)),
         (evidence(error_kind="engine", container_end="removed"), ("infrastructure", True)),
         (evidence(error_kind="disk"), ("infrastructure", True)),
         (evidence(error_kind="row"), ("infrastructure", True)),
@@ -163,10 +164,11 @@ def test_infrastructure_is_retried_with_pauses_and_then_masked(monkeypatch):
     assert sum(grading.BACK_OFF_S) == 0 and len(result.flags) == 3
 
 
-def test_an_image_that_is_missing_is_not_waited_for(monkeypatch):
-    missing = evidence(error_kind="image", error="no such image")
-    result, calls = run_grade(monkeypatch, missing, missing)
-    assert (result.outcome, result.reward, len(calls)) == ("infrastructure", None, 2)
+@pytest.mark.parametrize(("kind", "num_runs"), [("image", 2), ("row", 2), ("no_engine", 3)])
+def test_what_waiting_does_not_mend_is_not_waited_for(monkeypatch, kind, num_runs):
+    failed = evidence(error_kind=kind, error="why")
+    result, calls = run_grade(monkeypatch, *[failed] * num_runs)
+    assert (result.outcome, result.reward, len(calls)) == ("infrastructure", None, num_runs)
 
 
 def test_the_second_run_counts(monkeypatch):

@@ -286,12 +286,26 @@ def test_missing_image_is_masked(engine, fixture_instances):
     assert "never-built" in verdict.reason
 
 
-def test_engine_that_is_not_there_is_masked(fixture_instances, monkeypatch, tmp_path):
+@pytest.mark.parametrize("policy", ["official", "strict"])
+def test_engine_that_is_not_there_is_masked_soon(fixture_instances, monkeypatch, tmp_path, policy):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    monkeypatch.setattr("agentrl_swebench.grade.BACK_OFF_S", (0.1, 0.1, 100.0))
     instance = fixture_instances[SPANS]
-    verdict = grade_now(instance, instance.patch)
+    started = time.monotonic()
+    verdict = grade_now(instance, instance.patch, policy=policy, withhold=True)
+    assert time.monotonic() - started < 30
     assert (verdict.outcome, verdict.reward) == ("infrastructure", None)
     assert "no Docker engine answers" in verdict.reason
+
+
+def test_a_character_that_is_cut_off_at_the_end_is_replaced(engine, fixture_instances, tmp_path):
+    instance = fixture_instances[SPANS]
+    script = instance.eval_script + "\nset +x; sleep 1; printf '\\303'\n"
+    instance = dataclasses.replace(instance, eval_script=script)
+    verdict = grade_now(instance, instance.patch, policy="official", logs=tmp_path / "logs")
+    assert verdict.outcome == "resolved"
+    written = (tmp_path / "logs" / "test_output.txt").read_text()
+    assert written.endswith("\N{REPLACEMENT CHARACTER}")
 
 
 def test_full_disk_is_masked_and_a_pass_stands(engine, fixture_instances):
