@@ -13,15 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.doctor_servers import Status, check_server
+from agentrl.cli.doctor_servers import Finding, check_server
 from agentrl.errors import AgentRLError, ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
     from agentrl.model.text.renderer import Renderer
-
-Finding = tuple[Status, str, str]
-"""(status, what was checked, details or remedy)."""
 
 
 def doctor(run_file: Path | None, overrides: list[str], num_played: int = 0) -> int:
@@ -332,11 +329,7 @@ def _config_without_a_file(overrides: list[str]) -> RunConfig:
         raise ConfigError("without a run file, only servers can be checked; give --inference.urls")
     defaults = {"model.path": "none", "inference.backend": "vllm", "rollout.max_turn_tokens": "1"}
     extra = [f"--{key}={value}" for key, value in defaults.items() if key not in given]
-    config = load_config(Path(os.devnull), overrides + extra)
-    if "model.path" in given:
-        return config
-    # Without a model there is nothing to compare a server's log-probabilities with.
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": ""})})
+    return load_config(Path(os.devnull), overrides + extra)
 
 
 def _servers(config: RunConfig) -> Iterator[Finding]:

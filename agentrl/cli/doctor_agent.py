@@ -12,24 +12,23 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from logging.handlers import BufferingHandler
 from typing import Any
 
 from pydantic import BaseModel
 
-from agentrl.cli.doctor_servers import Status
+from agentrl.cli.doctor_servers import Finding
 from agentrl.config import AgentSection, RunConfig
 from agentrl.env import Environment, Task
 from agentrl.env.client import connect
-from agentrl.inference.base import Generation, SamplingParams
+from agentrl.inference.base import Generation
 from agentrl.model.text.renderer import Renderer
-from agentrl.rollout.agent.command import AgentTask
 from agentrl.rollout.agent.recorder import identity
-from agentrl.rollout.agent.runner import Agents, Result, Runner, make_agents
+from agentrl.rollout.agent.runner import Agents, make_agents
 from agentrl.rollout.driver import Episode, Limits, play_agent
 from agentrl.rollout.policy import Prompt, TokenPolicy
-from agentrl.types import JSON, Message, ToolSpec, Trajectory
+from agentrl.types import Message, ShownImage, ToolSpec, Trajectory
 
-Finding = tuple[Status, str, str]
 PROMPT = "What is 6 times 7?"
 ANSWER = "The answer is 42."
 _LAST = (ANSWER, "", 0)
@@ -45,10 +44,20 @@ SCRIPTS: dict[str, Sequence[tuple[str, str, int]]] = {
 }
 """The policy's turns in a dialogue: text, reasoning, and number of calls. If the agent offers no
 tools, the policy answers."""
-MAX_TURNS = 64
 SECONDS = 120.0
 """Longest time of a scripted episode."""
 SHOWN_CHARS = 30
+_FIRST_MESSAGES = (
+    "keep the messages in front of the first turn as they are: a time or an id in them makes each "
+    "call a row of its own, which costs its whole prompt"
+)
+ADVICE = {
+    "system": _FIRST_MESSAGES,
+    "user": _FIRST_MESSAGES,
+    "assistant": "send the policy's messages back as they came",
+    "tool": "send a tool's answer in the same words in every call",
+}
+"""What to change, by the role of the message that came back changed."""
 
 
 class OneTask(Environment):
@@ -64,7 +73,7 @@ class OneTask(Environment):
         return Task("check", self.config.prompt)
 
     async def on_text(self, text: str) -> None:
-        self.finish(reward=0.0)
+        self.finish(reward=0.0, info={"answer": text})
 
 
 @dataclass(slots=True)
@@ -73,12 +82,10 @@ class Played:
 
     script: str
     trajectory: Trajectory
-    answer: Any
-    """The agent's answer, if it came so far."""
     notes: list[str]
     """The endpoint's log: refusals, tools left out, parameters that are not used."""
-    new_rows: list[str]
-    """Why each row but those of the first call and of sub-agents began."""
+    new_rows: dict[str, str]
+    """Why each row but those of the first call and of sub-agents began, and what to change."""
     num_dialogues: int
 
     @property
@@ -86,19 +93,38 @@ class Played:
         refused = self.trajectory.info.get("refused_calls")
         return self.trajectory.error is None and not self.new_rows and not refused
 
+    @property
+    def answer(self) -> Any:
+        """The agent's answer, if it came so far."""
+        return self.trajectory.info.get("answer")
 
-@dataclass(slots=True)
-class _Script:
-    """An engine that answers with the turns of a script."""
 
-    renderer: Renderer
-    turns: Sequence[tuple[str, str, int]]
+@dataclass(slots=True, frozen=True)
+class _Scripted(TokenPolicy):
+    """A policy whose turns are those of a script; it has no engine."""
+
+    turns: Sequence[tuple[str, str, int]] = ()
     asked: dict[bytes, tuple[list[Message], list[ToolSpec], bool]] = field(default_factory=dict)
     """By the prompt's ids: its messages, the tools, and whether those are others than before."""
-    policy_version: int = 0
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+    def prompt(
+        self,
+        trajectory: Trajectory,
+        parent: int | None,
+        observation: list[Message],
+        tools: list[ToolSpec],
+        *,
+        tools_changed: bool = False,
+    ) -> Prompt:
+        # Named: a class with slots is made anew, so `super()` alone finds the one before.
+        prompt = TokenPolicy.prompt(
+            self, trajectory, parent, observation, tools, tools_changed=tools_changed
+        )
+        self.asked[_key(prompt.token_ids)] = (prompt.messages, tools, tools_changed)
+        return prompt
+
+    async def sample(
+        self, request_id: str, prompt_ids: list[int], images: Sequence[ShownImage] = ()
     ) -> Generation:
         messages, tools, _ = self.asked[_key(prompt_ids)]
         taken = sum(message["role"] == "assistant" for message in messages)
@@ -113,101 +139,44 @@ class _Script:
                 _call(tools[number % len(tools)], f"call{taken:03d}{number:02d}")
                 for number in range(num_calls)
             ]
-        ids = self.renderer.assistant_turn(message)[: sampling.max_tokens]
+        ids = self.renderer.assistant_turn(message)[: self.max_turn_tokens]
         stopped = ids[-1] in self.renderer.stop_token_ids
         return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop" if stopped else "length")
-
-    def reserve(self, num_episodes: int) -> None:
-        """Does nothing: a script never waits."""
-
-    def release(self, num_episodes: int = 1) -> None:
-        """Does nothing: a script never waits."""
-
-    async def aclose(self) -> None:
-        """There is nothing to close."""
-
-
-class _Policy(TokenPolicy):
-    """Tells its engine, a script, the text of each prompt."""
-
-    def prompt(
-        self,
-        trajectory: Trajectory,
-        parent: int | None,
-        observation: list[Message],
-        tools: list[ToolSpec],
-        *,
-        tools_changed: bool = False,
-    ) -> Prompt:
-        prompt = super().prompt(trajectory, parent, observation, tools, tools_changed=tools_changed)
-        assert isinstance(self.engine, _Script)
-        self.engine.asked[_key(prompt.token_ids)] = (prompt.messages, tools, tools_changed)
-        return prompt
-
-
-class _Watched:
-    """A runner that keeps the answer of its agent."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.answer: Result = None
-
-    async def run(self, task: AgentTask, base_url: str, api_key: str) -> Result:
-        self.answer = await self._runner.run(task, base_url, api_key)
-        return self.answer
-
-    async def aclose(self) -> None:
-        await self._runner.aclose()
 
 
 async def check(
     agents: Agents, renderer: Renderer, *, prompt: str, timeout_s: float
 ) -> list[Played]:
     """Plays every script, one after the other."""
-    notes = _Notes()
-    logger = logging.getLogger("agentrl.rollout")
-    logger.addHandler(notes)
+    log, logger = BufferingHandler(1 << 20), logging.getLogger("agentrl.rollout")
+    logger.addHandler(log)
     propagates, logger.propagate = logger.propagate, False
-    env = connect()
-    config: dict[str, JSON] = {"prompt": prompt}
-    limits = Limits(MAX_TURNS, timeout_s, timeout_s, timeout_s)
+    env, id_ = connect(), f"{__name__}:OneTask"
+    limits = Limits(64, timeout_s, timeout_s, timeout_s)
+    no_engine: Any = None
     played = []
-    agents.runner = runner = _Watched(agents.runner)
     try:
         await agents.start()
         for number, (name, turns) in enumerate(SCRIPTS.items()):
-            script = _Script(renderer, turns)
+            episode = Episode(f"check-{number}", "check", id_, "check", 0, 0, {"prompt": prompt})
+            policy = _Scripted(no_engine, renderer, 4096, 1 << 20, turns=turns)
             ended: list[Trajectory] = []
-            await play_agent(
-                Episode(
-                    f"check-{number}",
-                    "check",
-                    f"{__name__}:OneTask",
-                    "check",
-                    0,
-                    0,
-                    config,
-                ),
-                agents,
-                _Policy(script, renderer, 4096, 1 << 20),
-                env,
-                limits,
-                ended.append,
-            )
-            new_rows, num_dialogues = explained(ended[0], script)
-            answer, runner.answer = runner.answer, None
-            played.append(Played(name, ended[0], answer, notes.take(), new_rows, num_dialogues))
+            await play_agent(episode, agents, policy, env, limits, ended.append)
+            notes = [record.getMessage() for record in log.buffer]
+            log.flush()  # empties it
+            played.append(Played(name, ended[0], notes, *explained(ended[0], policy)))
     finally:
-        logger.removeHandler(notes)
+        logger.removeHandler(log)
         logger.propagate = propagates
         await agents.aclose()
         await env.aclose()
     return played
 
 
-def explained(trajectory: Trajectory, script: _Script) -> tuple[list[str], int]:
-    """Returns the reasons for rows that should not have begun, and the number of dialogues."""
-    lines, num_dialogues = [], 0
+def explained(trajectory: Trajectory, policy: _Scripted) -> tuple[dict[str, str], int]:
+    """Returns why rows began that should not have, with what to change, and the number of
+    dialogues."""
+    reasons, num_dialogues = {}, 0
     begun: set[int] = set()
     histories: list[list[Message]] = []
     for number, turn in enumerate(trajectory.turns):
@@ -215,62 +184,64 @@ def explained(trajectory: Trajectory, script: _Script) -> tuple[list[str], int]:
         messages = row.messages[: turn.message]
         if turn.branch not in begun:
             begun.add(turn.branch)
-            _, _, tools_changed = script.asked[_key(row.token_ids[: turn.start])]
-            why = None
+            _, _, tools_changed = policy.asked[_key(row.token_ids[: turn.start])]
+            why, advice = None, ""
             if turn.parent is not None and tools_changed:
                 why = "its tools differ from the previous call's, or their order does"
+                advice = "offer the same tools in the same order in every call of a dialogue"
             elif turn.parent is not None and turn.parent < number - 1:
                 why = f"it goes on behind call {turn.parent + 1} a second time"
             elif turn.parent is not None:
                 why = "the chat template writes earlier turns otherwise"
             elif histories:
-                why = _first_difference(messages, histories)
+                why, advice = _first_difference(messages, histories)
             if why is None:
                 num_dialogues += 1
             else:
-                lines.append(f"call {number + 1} begins a new row: {why}")
+                reasons[f"call {number + 1} begins a new row: {why}"] = advice
         histories.append(row.messages[: turn.message + 1])
-    return lines, num_dialogues
+    return reasons, num_dialogues
 
 
-def _first_difference(messages: list[Message], histories: list[list[Message]]) -> str | None:
-    """Returns where a history departs from the most similar one before it; None if it is another
-    dialogue."""
+def _first_difference(
+    messages: list[Message], histories: list[list[Message]]
+) -> tuple[str | None, str]:
+    """Returns where a history departs from the most similar one before it, None if it is another
+    dialogue; and what to change."""
     known = [identity(message) for message in messages]
 
     def num_common(history: list[Message]) -> int:
-        pairs = zip(known, map(identity, history), strict=False)
-        shorter = min(len(known), len(history))
-        return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+        return _first_unequal(known, [identity(message) for message in history])
 
     before = max(histories, key=num_common)
     at = num_common(before)
     if not any(message["role"] == "assistant" for message in messages):
-        return "it asks for its first turn again" if at == len(messages) else None
+        return ("it asks for its first turn again" if at == len(messages) else None), ""
     if at == len(messages):
-        return f"it sends only the first {at} messages of an earlier history"
+        retried = "a turn that is asked for again is a row of its own: retry less"
+        return f"it sends only the first {at} messages of an earlier history", retried
     if at == len(before):
-        return f"behind message {at - 1} it goes on after a turn that was not the newest"
+        return f"behind message {at - 1} it goes on after a turn that was not the newest", ""
     sent, had = messages[at], before[at]
-    texts = _text(had), _text(sent)
+    texts = [str(identity(each)[1]) for each in (had, sent)]
     if at == 0 and SequenceMatcher(None, *texts, autojunk=False).quick_ratio() < 0.9:
-        return None
-    where = f"message {at} ({had['role']})"
+        return None, ""
+    where, advice = f"message {at} ({had['role']})", ADVICE.get(had["role"], "")
     if sent["role"] != had["role"]:
-        return f"{where} came back as one of {sent['role']}"
+        return f"{where} came back as one of {sent['role']}", advice
     if texts[0] != texts[1]:
-        return f"{where} came back with another text: {_shown(*texts)}"
+        return f"{where} came back with another text: {_shown(*texts)}", advice
     calls = [str(identity(each)[2]) for each in (had, sent)]
-    return f"{where} came back with other calls: {_shown(*calls)}"
+    return f"{where} came back with other calls: {_shown(*calls)}", advice
 
 
-def _text(message: Message) -> str:
-    return str(identity(message)[1])
+def _first_unequal(first: Sequence[object], second: Sequence[object]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _shown(had: str, sent: str) -> str:
-    pairs = zip(had, sent, strict=False)
-    at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(had), len(sent)))
+    at = _first_unequal(had, sent)
     window = slice(max(0, at - SHOWN_CHARS // 2), at + SHOWN_CHARS)
     return f"{had[window]!r} is {sent[window]!r} at character {at}"
 
@@ -290,7 +261,7 @@ def report(played: Sequence[Played], section: AgentSection) -> str:
         served: Any = trajectory.info.get("served_turns")
         if served:
             lines.append(f"  served and not trained: {len(served)} calls")
-        if trajectory.error is None and each.answer is not None:
+        if each.answer is not None:
             lines.append(f"  it answers {str(each.answer)[:60]!r}")
     notes = dict.fromkeys(note for each in played for note in each.notes)
     advice = dict.fromkeys(_advice(played, section))
@@ -301,59 +272,40 @@ def report(played: Sequence[Played], section: AgentSection) -> str:
     return "\n".join(lines)
 
 
-def _advice(played: Sequence[Played], section: AgentSection) -> list[str]:
-    advice = []
+def _advice(played: Sequence[Played], section: AgentSection) -> Iterator[str]:
     for each in played:
         trajectory = each.trajectory
-        text = " ".join(each.new_rows)
-        if "(system)" in text or "(user)" in text:
-            advice.append(
-                "keep the messages in front of the first turn as they are: a time or an id in them "
-                "makes each call a row of its own, which costs its whole prompt"
-            )
-        if "(assistant)" in text:
-            advice.append("send the policy's messages back as they came")
-        if "(tool)" in text:
-            advice.append("send a tool's answer in the same words in every call")
-        if "its tools differ" in text:
-            advice.append("offer the same tools in the same order in every call of a dialogue")
-        if "first" in text and "messages of an earlier" in text:
-            advice.append("a turn that is asked for again is a row of its own: retry less")
+        yield from filter(None, each.new_rows.values())
         if trajectory.info.get("served_turns"):
-            advice.append("to train calls that are served, give them a rule in [[agent.roles]]")
+            yield "to train calls that are served, give them a rule in [[agent.roles]]"
         graded_line = bool(section.command) and section.answer == "last_line"
         if graded_line and trajectory.error is None and each.answer != ANSWER:
-            advice.append(
+            yield (
                 "the last line that the command prints is not what the policy said: set "
                 'agent.answer = "policy"'
             )
         if any("is left out" in note for note in each.notes):
-            advice.append(
+            yield (
                 "switch off the tools that are left out, or give the agent functions in their place"
             )
         if trajectory.error is not None and not trajectory.turns:
-            advice.append(
+            yield (
                 "the agent has to call the URL and the key that it is given (OPENAI_BASE_URL, "
                 "OPENAI_API_KEY; {base_url} and {api_key} in a command)"
             )
-    if played and all(not _called(each.trajectory) for each in played):
-        advice.append(
+    rows = [row for each in played for row in each.trajectory.branches]
+    if played and not any(m.get("tool_calls") for row in rows for m in row.messages):
+        yield (
             "no call of a tool came back: the agent offers none, so what it does beyond text was "
             "not tried"
         )
-    return advice
-
-
-def _called(trajectory: Trajectory) -> bool:
-    return any(m.get("tool_calls") for row in trajectory.branches for m in row.messages)
 
 
 def _call(tool: ToolSpec, call_id: str) -> Any:
+    """Returns a call of a tool with made-up arguments."""
     function: Any = tool["function"]
-    arguments = {
-        name: _value(schema)
-        for name, schema in (function.get("parameters", {}).get("properties") or {}).items()
-    }
+    schemas = function.get("parameters", {}).get("properties") or {}
+    arguments = {name: _value(schema) for name, schema in schemas.items()}
     told = {"name": function["name"], "arguments": arguments}
     return {"id": call_id, "type": "function", "function": told}
 
@@ -372,36 +324,17 @@ def _key(ids: list[int]) -> bytes:
     return repr(ids).encode()
 
 
-class _Notes(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        lines, self._lines = self._lines, []
-        return lines
-
-
 def agent_findings(config: RunConfig) -> Iterator[Finding]:
     """Lets the run's agent play the scripts. Its tools are called, with made-up arguments.
 
     Raises:
         ConfigError: the agent, or the model's tokenizer, cannot be found.
     """
-    from agentrl.model.load import load_tokenizer  # takes seconds
+    from agentrl.rollout.setup import load_renderer  # takes seconds
 
-    rollout = config.rollout
-    renderer = Renderer(
-        load_tokenizer(config.model.path, config.model.chat_template),
-        template_kwargs=rollout.template,
-        dialect=rollout.dialect,
-        stop_token_ids=rollout.stop_token_ids,
-    )
+    renderer = load_renderer(config, config.model.path)
     agents = make_agents(config.agent, max_concurrent=1)
-    timeout_s = min(rollout.episode_timeout_s, SECONDS)
+    timeout_s = min(config.rollout.episode_timeout_s, SECONDS)
     played = asyncio.run(check(agents, renderer, prompt=PROMPT, timeout_s=timeout_s))
     clean = all(each.is_clean for each in played)
     said = "one row per dialogue, nothing refused" if clean else "its calls become further rows"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.cli.doctor_servers import Status
+from agentrl.cli.doctor_servers import Finding
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
 from agentrl.errors import TrainingError
@@ -25,7 +25,6 @@ from agentrl.train.preflight import FirstRewards, rate_is_unusual
 from agentrl.types import Sample, Trajectory, samples_of
 from agentrl.view.rules import Evidence, findings
 
-Finding = tuple[Status, str, str]
 COMPARED = 16
 """Number of training tasks and of test tasks whose prompts are compared."""
 ABOUT_REWARDS = ("never_rewarded", "equal_rewards")
@@ -95,7 +94,6 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
             measured["policy/fresh_diff_mean"] = gap
         yield "ok", "sampler and trainer", said
         yield _speed(config, played, samples, seconds)
-        yield from _memory_of_such_a_step(config, samples, len(played.trajectories))
         if wrong := rate_is_unusual(config, num_parameters):
             yield "note", "learning rate", wrong
     yield from _found(played.trajectories, config, measured)
@@ -257,27 +255,3 @@ def _speed(config: RunConfig, played: Played, samples: list[Sample], seconds: fl
         f"most about {played.seconds * times:.0f} s of rollout and {seconds * times:.0f} s of "
         "training (larger batches are faster, and shared prompts are computed once)",
     )
-
-
-def _memory_of_such_a_step(
-    config: RunConfig, samples: list[Sample], num_played: int
-) -> Iterator[Finding]:
-    """Estimates the memory of a step with episodes of this length.
-
-    Yields nothing if such a step fills a micro-batch, which `doctor` has already estimated.
-    """
-    from agentrl.model.load import resolve_device
-    from agentrl.train import memory
-
-    episodes = config.rollout.groups_per_step * config.rollout.group_size
-    tokens = sum(map(len, samples)) * episodes // num_played
-    if tokens >= config.train.token_budget:
-        return
-    longest = min(config.rollout.max_context_tokens, tokens)
-    rollout = config.rollout.model_copy(update={"max_context_tokens": longest})
-    such = memory.with_token_budget(config.model_copy(update={"rollout": rollout}), tokens)
-    try:
-        needed = memory.estimate(such, device_type=resolve_device(config.model.device).type)
-    except (OSError, ValueError, NotImplementedError, RuntimeError):
-        return  # reported by the check for a full micro-batch
-    yield "ok", "memory of such a step", f"{needed}, for its {tokens} tokens"

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import httpx
 
-from agentrl.errors import AgentRLError, InferenceError
+from agentrl.errors import InferenceError
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -22,121 +22,110 @@ Status = Literal["ok", "note", "fix"]
 """`fix`: a run would fail, or train on wrong data."""
 Result = tuple[Status, str]
 """(status, details or remedy)."""
+Finding = tuple[Status, str, str]
+"""(status, what was checked, details or remedy)."""
 
 CHECK_TIMEOUT_S = 60.0
 """Timeout of one call to a server; a paused server does not answer."""
-CONTROL_ROUTES = (
-    "/init_weight_transfer_engine",
-    "/pause",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/resume",
-)
-SGLANG_ROUTES = (
-    "/pause_generation",
-    "/update_weights_from_disk",
-    "/update_weights_from_tensor",
-    "/update_weights_from_distributed",
-    "/continue_generation",
-    "/abort_request",
-)
-OPEN_ROUTES = ("/pause", "/update_weights", "/collective_rpc")
+UPDATE_ROUTES = {
+    "vllm": (
+        "/init_weight_transfer_engine",
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/resume",
+    ),
+    "sglang": (
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+        "/continue_generation",
+        "/abort_request",
+    ),
+}
+OPEN_ROUTES = {
+    "vllm": ("/pause", "/update_weights", "/collective_rpc"),
+    "sglang": ("/pause_generation", "/update_weights_from_disk"),
+}
 """Routes that an attacker could use; vLLM's --api-key does not protect them."""
-OPEN_SGLANG_ROUTES = ("/pause_generation", "/update_weights_from_disk")
-PARITY = {"float32": 1e-4, "bfloat16": 0.05}
-"""dtype -> largest difference in nats between a server's log-probs and the trainer's. Rounding
-mostly stays below it; with another model or temperature, the mean exceeds it."""
-PARITY_TEXT = "What is 17 times 3? Think step by step, then give the answer."
-PARITY_TOKENS = 32
 
 
 async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
     """Runs all checks of one server, the most important ones first."""
-    from agentrl.inference.vllm import VLLMEngine
+    from agentrl.inference.backends import BACKENDS
 
     token = config.inference.token
     async with _client(url, token) as http:
-        is_sglang = any([_json(await _ask(http, "GET", p)) for p in ("/model_info", "/workers")])
-    if is_sglang:
-        async for finding in _check_sglang(url, config):
+        workers = _json(await _get(http, "/workers")).get("workers")
+        is_sglang = workers is not None or bool(_json(await _get(http, "/model_info")))
+        backend = "sglang" if is_sglang else "vllm"
+        begin = _sglang if is_sglang else _vllm
+        begun = [finding async for finding in begin(http, config, workers)]
+        for finding in begun:
             yield finding
+        if begun[-1][0] == "fix":
+            return
+        if not is_sglang:
+            yield await _served_model(http, config)
+        model = config.inference.model
+        engine = BACKENDS[backend].engine([url], model=model, token=token, seed=1)
+        async with contextlib.aclosing(engine):
+            found = await _tokens(engine, url)
+            yield found
+            if found[0] == "fix":
+                return
+            yield _raw(engine, url, config)
+            if workers is not None:
+                return  # what follows is of each worker
+            yield await _updates(http, config, backend, engine.label_path)
+            for finding in _rounding(await _server_info(http)):
+                yield finding
+            yield await _open_routes(url, OPEN_ROUTES[backend])
+
+
+async def _vllm(
+    http: httpx.AsyncClient, config: RunConfig, workers: list | None
+) -> AsyncIterator[Result]:
+    """Yields what the server is; last a finding to fix, if it cannot be asked more."""
+    version = await _get(http, "/version")
+    if version is None:
+        yield "fix", "no server answers there; start it, or correct inference.urls"
         return
-    engine = VLLMEngine([url], model=config.inference.model, token=token, seed=1)
-    async with contextlib.aclosing(engine), _client(url, token) as http:
-        version = await _ask(http, "GET", "/version")
-        if version is None:
-            yield "fix", "no server answers there; start it, or correct inference.urls"
-            return
-        if config.inference.backend == "sglang":
-            yield "fix", "it is not an SGLang server; if it is vLLM, set --inference.backend vllm"
-            return
-        shown = _json(version).get("version", f"unknown ({version.status_code} from /version)")
-        yield "ok" if version.status_code == 200 else "note", f"vLLM {shown}"
-        yield await _served_model(http, config)
-        if _json(await _ask(http, "GET", "/is_paused")).get("is_paused"):
-            yield "fix", f"it is paused and answers no requests; run curl -X POST {url}/resume"
-            return
-        found = await _tokens(engine, url)
-        yield found
-        if found[0] == "fix":
-            return
-        yield _raw(engine, url, config, "with --logprobs-mode processed_logprobs")
-        yield await _update_routes(http, config)
-        for finding in _rounding(await _server_info(http)):
-            yield finding
-        yield await _open_routes(url)
-        if config.model.path:
-            yield await _parity(url, engine, http, config)
+    if config.inference.backend == "sglang":
+        yield "fix", "it is not an SGLang server; if it is vLLM, set --inference.backend vllm"
+        return
+    shown = _json(version).get("version", f"unknown ({version.status_code} from /version)")
+    yield "ok" if version.status_code == 200 else "note", f"vLLM {shown}"
+    if _json(await _get(http, "/is_paused")).get("is_paused"):
+        url = str(http.base_url).rstrip("/")
+        yield "fix", f"it is paused and answers no requests; run curl -X POST {url}/resume"
 
 
-async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
-    """Does the same as `check_server` for SGLang, or for a router in front of it."""
-    from agentrl.inference.sglang import SGLangEngine
-
-    token = config.inference.token
-    engine = SGLangEngine([url], model=config.inference.model, token=token)
-    async with contextlib.aclosing(engine), _client(url, token) as http:
-        info = _json(await _ask(http, "GET", "/server_info"))
-        workers = _json(await _ask(http, "GET", "/workers")).get("workers")
-        if workers is not None:
-            told = ", ".join(str(worker.get("url")) for worker in workers) or "no servers"
-            yield ("ok" if workers else "fix"), f"a router for SGLang servers, in front of {told}"
-        else:
-            yield "ok", f"SGLang {info.get('version', 'of an unknown version')}"
-        if config.inference.backend != "sglang":
-            yield "fix", "set --inference.backend sglang to train against it"
-        ready = await _ask(http, "GET", "/ready")
-        if workers is None and ready is not None and ready.status_code == 503:
-            yield (
-                "fix",
-                f"it is starting, or paused and answers no requests; run curl -X POST -d '{{}}' -H "
-                f"'Content-Type: application/json' {url}/continue_generation",
-            )
-            return
-        context, needed = info.get("context_length"), config.rollout.max_context_tokens
-        if isinstance(context, int) and context < needed:
-            yield (
-                "note",
-                f"its context is {context} tokens, but rollout.max_context_tokens is {needed}: "
-                f"turns that reach its end are cut; start it with --context-length {needed}, or "
-                "lower rollout.max_context_tokens",
-            )
-        found = await _tokens(engine, url)
-        yield found
-        if found[0] == "fix":
-            return
-        yield _raw(engine, url, config, "without SGLANG_RETURN_ORIGINAL_LOGPROB")
-        if workers is None:
-            missing = [route for route in SGLANG_ROUTES if not await _has_route(http, route)]
-            label = _json(await _ask(http, "GET", "/model_info")).get("weight_version")
-            if missing:
-                yield "fix", f"weight updates: no {', '.join(missing)}; update SGLang"
-            else:
-                yield "ok", f"weight updates: all routes are there; its weights are {label!r}"
-            yield await _open_routes(url, OPEN_SGLANG_ROUTES)
-            if config.model.path:
-                yield await _parity(url, engine, http, config)
+async def _sglang(
+    http: httpx.AsyncClient, config: RunConfig, workers: list | None
+) -> AsyncIterator[Result]:
+    """Does the same as `_vllm` for SGLang, or for a router in front of it."""
+    info = _json(await _get(http, "/server_info"))
+    if workers is not None:
+        told = ", ".join(str(worker.get("url")) for worker in workers) or "no servers"
+        yield ("ok" if workers else "fix"), f"a router for SGLang servers, in front of {told}"
+    else:
+        yield "ok", f"SGLang {info.get('version', 'of an unknown version')}"
+    context = info.get("context_length")
+    if isinstance(context, int) and context < config.rollout.max_context_tokens:
+        yield _short_context(context, config, "--context-length")
+    ready = await _get(http, "/ready")
+    if workers is None and ready is not None and ready.status_code == 503:
+        yield (
+            "fix",
+            "it is starting, or paused and answers no requests; run curl -X POST -d '{}' -H "
+            f"'Content-Type: application/json' {str(http.base_url).rstrip('/')}"
+            "/continue_generation",
+        )
+    elif config.inference.backend != "sglang":
+        yield "fix", "set --inference.backend sglang to train against it"
 
 
 async def _tokens(engine: ServerEngine, url: str) -> Result:
@@ -158,23 +147,19 @@ async def _tokens(engine: ServerEngine, url: str) -> Result:
     )
 
 
-def _raw(engine: ServerEngine, url: str, config: RunConfig, start_with: str) -> Result:
-    """Says whether log-probabilities are those of the sampled distribution.
-
-    Args:
-        start_with: how to start the server so that they are.
-    """
+def _raw(engine: ServerEngine, url: str, config: RunConfig) -> Result:
+    """Returns whether log-probabilities are those of the sampled distribution."""
     if not engine.probe_result(url)[1]:
         return "ok", "log-probs are those of the sampled distribution (before top_p and top_k)"
     return (
         "note" if config.rollout.temperature == 1 else "fix",
         "log-probs are those of the raw logits, which match the sampled distribution only at "
-        f"temperature 1; start it {start_with}",
+        f"temperature 1; start it {engine.sampled_logprobs}",
     )
 
 
 async def _served_model(http: httpx.AsyncClient, config: RunConfig) -> Result:
-    answer = await _ask(http, "GET", "/v1/models")
+    answer = await _get(http, "/v1/models")
     if answer is None or answer.status_code != 200:
         status = "no answer" if answer is None else f"status {answer.status_code}"
         return "fix", f"{status} from /v1/models; check the address and the token"
@@ -186,33 +171,43 @@ async def _served_model(http: httpx.AsyncClient, config: RunConfig) -> Result:
         return "fix", f"it serves {known}, not {name!r}; set --inference.model"
     context, needed = served[name], config.rollout.max_context_tokens
     if context is not None and context < needed:
-        return (
-            "note",
-            f"its context is {context} tokens, but rollout.max_context_tokens is {needed}: "
-            f"turns that reach its end are cut; start it with --max-model-len {needed}, or lower "
-            "rollout.max_context_tokens",
-        )
+        return _short_context(context, config, "--max-model-len")
     return "ok", f"serves {name!r}, context {context} >= rollout.max_context_tokens {needed}"
 
 
-async def _update_routes(http: httpx.AsyncClient, config: RunConfig) -> Result:
-    wanted = "nccl" if config.inference.transfer == "nccl" else "agentrl"
-    remedy = (
-        "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
-        f'\'{{"backend": "{wanted}"}}\''
+def _short_context(context: int, config: RunConfig, flag: str) -> Result:
+    needed = config.rollout.max_context_tokens
+    return (
+        "note",
+        f"its context is {context} tokens, but rollout.max_context_tokens is {needed}: turns that "
+        f"reach its end are cut; start it with {flag} {needed}, or lower "
+        "rollout.max_context_tokens",
     )
-    missing = [route for route in CONTROL_ROUTES if not await _has_route(http, route)]
+
+
+async def _updates(
+    http: httpx.AsyncClient, config: RunConfig, backend: str, label_path: str
+) -> Result:
+    """Checks the routes by which a run sends its weights."""
+    wanted = "nccl" if config.inference.transfer == "nccl" else "agentrl"
+    remedy = "update SGLang"
+    if backend == "vllm":
+        remedy = (
+            "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
+            f'\'{{"backend": "{wanted}"}}\''
+        )
+    missing = [route for route in UPDATE_ROUTES[backend] if not await _has_route(http, route)]
     if missing:
         return "fix", f"weight updates: no {', '.join(missing)}; {remedy} to train against it"
     info = await _server_info(http)
-    backend = (info.get("weight_transfer_config") or {}).get("backend")
-    if info and backend != wanted:
+    transfer = (info.get("weight_transfer_config") or {}).get("backend")
+    if info and transfer != wanted:
         return (
             "fix",
-            f"weight updates: its backend is {backend!r}, but inference.transfer = "
+            f"weight updates: its backend is {transfer!r}, but inference.transfer = "
             f"{config.inference.transfer!r} needs {wanted!r}; {remedy}",
         )
-    label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")
+    label = _json(await _get(http, label_path)).get("weight_version")
     return "ok", f"weight updates: all routes are there; its weights are {label!r}"
 
 
@@ -233,7 +228,7 @@ def _rounding(info: dict) -> Iterator[Result]:
         yield "ok", f"rounding: {dtype} layers, float32 logits"
 
 
-async def _open_routes(url: str, wanted: tuple[str, ...] = OPEN_ROUTES) -> Result:
+async def _open_routes(url: str, wanted: Sequence[str]) -> Result:
     """Checks whether others can replace the weights.
 
     Calls the routes without the token, or, for a server on loopback, at this host's other
@@ -262,56 +257,9 @@ async def _open_routes(url: str, wanted: tuple[str, ...] = OPEN_ROUTES) -> Resul
     return "ok", "control routes: not reachable from outside this host"
 
 
-async def _routes_open_at(url: str, wanted: tuple[str, ...]) -> list[str]:
+async def _routes_open_at(url: str, wanted: Sequence[str]) -> list[str]:
     async with _client(url) as anyone:
         return [route for route in wanted if await _has_route(anyone, route)]
-
-
-async def _parity(
-    url: str, engine: ServerEngine, http: httpx.AsyncClient, config: RunConfig
-) -> Result:
-    """Samples on the server and compares its log-probs with those of the trainer's model."""
-    from agentrl.inference.base import SamplingParams
-    from agentrl.model.load import load_model, load_tokenizer, resolve_dtype
-    from agentrl.model.logprobs import recomputed_logprobs
-
-    label = _json(await _ask(http, "GET", engine.label_path)).get("weight_version")
-    if label is not None and str(label).isdecimal() and int(label) > 0:
-        return "note", f"parity: not checked, because its weights are version {label} of a run"
-    path, dtype = config.model.path, config.model.dtype
-    try:
-        tokenizer = load_tokenizer(path)
-        model = load_model(
-            path,
-            dtype=resolve_dtype(dtype),
-            device="cpu",
-            max_tokens=config.rollout.max_context_tokens,
-        )
-        prompt_ids = tokenizer.encode(PARITY_TEXT, add_special_tokens=False)
-        temperature = 1.0 if engine.probe_result(url)[1] else config.rollout.temperature
-        async with asyncio.timeout(CHECK_TIMEOUT_S):
-            generation = await engine.generate(
-                "parity-m0", prompt_ids, SamplingParams(PARITY_TOKENS, temperature)
-            )
-    except (AgentRLError, TimeoutError) as error:
-        return "fix", f"parity: {error or 'no answer in time'}"
-    expected = recomputed_logprobs(model, prompt_ids, generation.token_ids, temperature)
-    pairs = zip(generation.logprobs, expected, strict=True)
-    differences = [abs(got - wanted) for got, wanted in pairs]
-    largest, mean, limit = max(differences), sum(differences) / len(differences), PARITY[dtype]
-    what = (
-        f"parity: log-probs of {len(expected)} sampled tokens differ from {path} in {dtype} by at "
-        f"most {largest:.2g}, {mean:.2g} on average; the limit is {limit:g}"
-    )
-    if largest < limit:
-        return "ok", what
-    if dtype == "bfloat16" and mean < limit:
-        return (
-            "note",
-            f"{what}: server and trainer round differently; make sure that the ratio is clipped or "
-            "masked, or train in float32",
-        )
-    return "fix", f"{what}; serve the same model with --dtype {dtype}"
 
 
 # requests -----------------------------------------------------------------------------------------
@@ -325,25 +273,23 @@ def _client(url: str, token: str | None = None) -> httpx.AsyncClient:
     )
 
 
-async def _ask(
-    http: httpx.AsyncClient, method: str, path: str, body: dict | None = None
-) -> httpx.Response | None:
+async def _get(http: httpx.AsyncClient, path: str) -> httpx.Response | None:
     """Makes a request; returns None if there is no answer."""
     try:
-        return await http.request(method, path, json=body)
+        return await http.get(path)
     except httpx.RequestError:
         return None
 
 
 async def _has_route(http: httpx.AsyncClient, route: str) -> bool:
     """Returns whether a POST route exists: a GET then returns 405, without side effects."""
-    answer = await _ask(http, "GET", route)
+    answer = await _get(http, route)
     return answer is not None and answer.status_code == 405
 
 
 async def _server_info(http: httpx.AsyncClient) -> dict:
     """Returns the configuration that a server in development mode reports, else {}."""
-    answer = await _ask(http, "GET", "/server_info?config_format=json")
+    answer = await _get(http, "/server_info?config_format=json")
     return _json(answer).get("vllm_config") or {}
 
 
