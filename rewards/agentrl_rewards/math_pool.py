@@ -1,26 +1,25 @@
 """A pool of killable processes that compare two mathematical expressions.
 
 Computer algebra on a policy's text can run forever, exhaust memory or crash, so it never runs in
-this process. Each worker is a `math_worker.py` program on the other end of two pipes; its comparing
-child is killed at the deadline and replaced. A check that is killed or crashes raises
-`GraderError`; it never counts as "not equal".
+this process, but in children of one `math_worker.py` program, which are killed at the deadline and
+replaced. A check that is killed or crashes raises `GraderError`; it never counts as "not equal".
 
 Each check is first tried for FIRST_TRY_S. If it needs longer, it is queued again with its full
-deadline, and such checks occupy at most half the workers. So slow expressions mostly wait for other
-slow ones, and delay quick ones by a bounded amount. Both queues serve callers in turn (see
+deadline, and such checks occupy at most half the children. So slow expressions mostly wait for
+other slow ones, and delay quick ones by a bounded amount. Both queues serve callers in turn (see
 `agentrl.caller`), so one caller's backlog does not hold up the others. Deadlines are measured in
-CPU time of the comparing process, so that a busy machine does not change scores. Waiting for a
-worker is limited to MAX_WAIT_S.
+CPU time of the comparing process, so that a busy machine does not change scores. A check that has
+waited too long for its turn fails.
 
-Workers start on first use, one more whenever all are busy, up to `num_workers`. A pool may be used
-from any thread, from asyncio and from forked or spawned processes; a forked child starts its own
-workers. POSIX only.
+The program starts on first use. A pool may be used from any thread, from asyncio and from forked or
+spawned processes; a forked child starts its own program. POSIX only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import json
 import os
 import subprocess
@@ -28,12 +27,12 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from agentrl.caller import caller
 from agentrl.errors import GraderError
@@ -42,36 +41,29 @@ from agentrl.runtime import kill_group, start_group
 WORKER_FILE = Path(__file__).with_name("math_worker.py")
 FIRST_TRY_S = 0.25
 """CPU seconds of the first try. Typical comparisons take a tenth of it."""
-MAX_WAIT_S = 50.0
-"""Longest wait for a worker. Shorter than the 60 s that an environment's step may take."""
-MAX_SLOW_WAIT_S = 30.0
-"""Longest time from the start of a check to that of its second try, for the same reason."""
+MAX_WAIT_S = {"quick": 50.0, "slow": 30.0}
+"""Longest time from the start of a check to that of its first and of its second try. Shorter than
+the 60 s that an environment's step may take."""
 INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
-"""The only environment variables a worker gets: it handles untrusted text and needs no secrets."""
+"""The only environment variables the program gets: it handles untrusted text and needs no
+secrets."""
 
 
-_Reply = Future[dict[str, object]]
-
-
-@dataclass(slots=True, frozen=True)
-class PoolStatus:
-    num_workers: int
-    """Maximum number of workers."""
-    num_alive: int
-    num_busy: int
-    num_waiting: int
-    """Checks that no worker has taken yet."""
-    num_killed: int
-    """Workers that died or were killed since the pool was made. A check stopped at its deadline
-    does not count: it costs only the worker's child."""
-    num_slow: int
-    """Checks that needed a second try."""
-    num_expired: int
-    """Checks that gave up waiting for a worker."""
+@dataclass(slots=True, eq=False)
+class _Check:
+    answer: str
+    reference: str
+    deadline_s: float
+    caller: str
+    queue: str = "quick"
+    process: subprocess.Popen[bytes] | None = None
+    """The program that has it."""
+    started: float = field(default_factory=time.monotonic)
+    result: Future[bool | None] = field(default_factory=Future)
 
 
 class MathPool:
-    """Up to `num_workers` processes, each of which compares one pair of expressions at a time.
+    """Compares up to `num_workers` pairs of expressions at a time, each in a process of its own.
 
     Args:
         num_workers: None uses half the CPU cores, at least 2 and at most 8.
@@ -89,16 +81,14 @@ class MathPool:
         _POOLS.add(self)
 
     def _start_empty(self) -> None:
-        self._lock = threading.Lock()
-        self._free = threading.Semaphore(self.num_workers)
-        self._workers: set[_Worker] = set()
-        self._idle: list[_Worker] = []
-        self._counts: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: dict[str, OrderedDict[str, deque[_Check]]]
+        self._waiting = {"slow": OrderedDict(), "quick": OrderedDict()}
+        """Queue -> caller, the next one first -> its checks."""
+        self._running: dict[int, _Check] = {}
+        self._numbers = itertools.count()
         self._closed = False
-        self._lanes = (
-            _Lane(self.num_workers, "math-grader"),
-            _Lane(max(1, self.num_workers // 2), "math-grader-slow"),
-        )
 
     def check(self, answer: str, reference: str, deadline_s: float = 2.0) -> bool | None:
         """Returns whether math-verify finds the two LaTeX expressions equal.
@@ -107,234 +97,147 @@ class MathPool:
         thread.
 
         Args:
-            deadline_s: CPU seconds of the comparing process. Waiting for a worker does not count;
-                it is limited to MAX_WAIT_S.
+            deadline_s: CPU seconds of the comparing process. Waiting does not count; it is limited
+                to MAX_WAIT_S.
 
         Raises:
-            GraderError: the deadline passed, no worker came free in time, the comparing process
+            GraderError: the deadline passed, the check waited too long, the comparing process
                 crashed or ran out of memory, or math-verify is not installed.
             RuntimeError: the pool is closed.
         """
-        started = time.monotonic()
-        reply = self._submit(answer, reference, min(deadline_s, FIRST_TRY_S), started).result()
-        if "late" in reply and deadline_s > FIRST_TRY_S:
-            reply = self._submit(answer, reference, deadline_s, started).result()
-        return _read_reply(reply, answer)
+        return self._submit(answer, reference, deadline_s).result()
 
     async def check_async(
         self, answer: str, reference: str, deadline_s: float = 2.0
     ) -> bool | None:
         """Does the same as `check` without blocking the event loop; raises the same errors.
 
-        If it is cancelled, the worker finishes the comparison before it takes another.
+        If it is cancelled, a comparison that runs is finished before its place is free again.
         """
-        started = time.monotonic()
-        first = self._submit(answer, reference, min(deadline_s, FIRST_TRY_S), started)
-        reply = await asyncio.wrap_future(first)
-        if "late" in reply and deadline_s > FIRST_TRY_S:
-            second = self._submit(answer, reference, deadline_s, started)
-            reply = await asyncio.wrap_future(second)
-        return _read_reply(reply, answer)
+        return await asyncio.wrap_future(self._submit(answer, reference, deadline_s))
 
-    def _submit(self, answer: str, reference: str, deadline_s: float, started: float) -> _Reply:
-        """Queues a try in the fast or the slow lane, depending on its deadline."""
-        request = {"answer": answer, "reference": reference, "deadline_s": deadline_s}
-        is_slow = deadline_s > FIRST_TRY_S
-        end = started + (MAX_SLOW_WAIT_S if is_slow else MAX_WAIT_S)
+    def _submit(self, answer: str, reference: str, deadline_s: float) -> Future[bool | None]:
+        check = _Check(answer, reference, deadline_s, caller.get())
         with self._lock:
             if self._closed:
                 raise RuntimeError("this MathPool is closed; make a new one")
-            self._counts["slow"] += is_slow
-            self._counts["pending"] += 1
-            future = self._lanes[is_slow].submit(lambda: self._try(request, end))
-        future.add_done_callback(lambda _: self._count("pending", -1))
-        return future
+            self._put(check)
+        return check.result
 
-    def _count(self, name: str, by: int = 1) -> None:
+    def _put(self, check: _Check) -> None:
+        self._waiting[check.queue].setdefault(check.caller, deque()).append(check)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Starts checks while there are free places, slow ones first, which have fewer."""
+        places = {"slow": max(1, self.num_workers // 2), "quick": self.num_workers}
+        for queue, callers in self._waiting.items():
+            while callers and len(self._running) < self.num_workers:
+                if sum(check.queue == queue for check in self._running.values()) == places[queue]:
+                    break
+                name, checks = callers.popitem(last=False)
+                check = checks.popleft()
+                if checks:
+                    callers[name] = checks  # behind the other callers
+                if check.queue == "quick" and not check.result.set_running_or_notify_cancel():
+                    continue
+                if time.monotonic() - check.started > MAX_WAIT_S[queue]:
+                    message = "too many answers are slow to compare; use more workers"
+                    check.result.set_exception(
+                        GraderError(f"{message}, MathPool(num_workers); this one found no place")
+                    )
+                else:
+                    self._start(check)
+
+    def _start(self, check: _Check) -> None:
+        """Sends a check to the program, which takes it at once: there is a free place."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = _start_program(self.memory_bytes)
+            # daemon: it ends with the program, which is killed at exit
+            threading.Thread(target=self._read_replies, args=[self._process], daemon=True).start()
+        first_try_s = FIRST_TRY_S if check.queue == "quick" else check.deadline_s
+        number, check.process = next(self._numbers), self._process
+        self._running[number] = check
+        request = {
+            "id": number,
+            "answer": check.answer,
+            "reference": check.reference,
+            "deadline_s": min(check.deadline_s, first_try_s),
+        }
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it died; `_read_replies` says so
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    def _read_replies(self, process: subprocess.Popen[bytes]) -> None:
+        """Reads a program's replies until it ends, and then fails the checks that it still had."""
+        reason = "the math grader's process died"
+        assert process.stdout is not None
+        for line in process.stdout:
+            reply = json.loads(line)
+            if "id" not in reply:
+                reason = f"the math grader cannot start: {reply['error']}"
+                continue
+            with self._lock:
+                self._finish(self._running.pop(reply["id"]), reply)
+                self._start_waiting()
+        process.wait()
         with self._lock:
-            self._counts[name] += by
+            lost = [number for number, each in self._running.items() if each.process is process]
+            for number in lost:
+                self._running.pop(number).result.set_exception(GraderError(reason))
+            self._start_waiting()
 
-    def _try(self, request: dict[str, object], end: float) -> dict[str, object]:
-        """Has a worker answer the request, if one is free before `end`, in monotonic seconds."""
-        left_s = end - time.monotonic()
-        if left_s <= 0 or not self._free.acquire(timeout=left_s):
-            self._count("expired")
-            raise GraderError(
-                "no math worker came free in time: too many answers are slow to compare; use more "
-                "workers, MathPool(num_workers)"
+    def _finish(self, check: _Check, reply: dict[str, Any]) -> None:
+        if "late" in reply and check.queue == "quick" and check.deadline_s > FIRST_TRY_S:
+            check.queue = "slow"
+            self._put(check)
+        elif "error" in reply:
+            check.result.set_exception(
+                GraderError(
+                    f"comparing the answer {check.answer[:80]!r} with the reference failed: "
+                    f"{reply['error']}"
+                )
             )
-        try:
-            worker = self._take()
-            try:
-                reply = worker.ask(request)
-            except BaseException:
-                self._discard(worker)
-                raise
-            self._idle.append(worker)
-            return reply
-        finally:
-            self._free.release()
-
-    def _take(self) -> _Worker:
-        """Returns an idle worker that lives, or a new one."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.process.poll() is None:
-                return worker
-            self._discard(worker)
-        worker = _Worker(self.memory_bytes)
-        with self._lock:
-            self._workers.add(worker)
-            closed = self._closed
-        if closed:
-            self._discard(worker)
-            raise GraderError("the math grader's pool was closed during a check")
-        return worker
-
-    def _discard(self, worker: _Worker) -> None:
-        worker.kill()
-        with self._lock:
-            self._workers.discard(worker)
-            self._counts["killed"] += 1
-
-    def status(self) -> PoolStatus:
-        with self._lock:
-            num_busy = len(self._workers) - len(self._idle)
-            return PoolStatus(
-                num_workers=self.num_workers,
-                num_alive=sum(worker.process.poll() is None for worker in self._workers),
-                num_busy=num_busy,
-                num_waiting=max(0, self._counts["pending"] - num_busy),
-                num_killed=self._counts["killed"],
-                num_slow=self._counts["slow"],
-                num_expired=self._counts["expired"],
-            )
+        else:
+            check.result.set_result(reply["equal"])
 
     def close(self) -> None:
-        """Kills the workers. Running checks raise GraderError; later ones raise RuntimeError."""
+        """Kills the processes. Running checks raise GraderError; later ones raise RuntimeError."""
         with self._lock:
             self._closed = True
-            workers = list(self._workers)
-        for lane in self._lanes:
-            lane.close()
-        for worker in workers:  # whoever waits for its reply sees it end
-            kill_group(worker.process)
+            queues = self._waiting.values()
+            waiting = [check for queue in queues for checks in queue.values() for check in checks]
+            for queue in queues:
+                queue.clear()
+        for check in waiting:
+            if not check.result.cancel():
+                check.result.set_exception(GraderError("the math grader's pool was closed"))
+        if self._process is not None:
+            kill_group(self._process)
 
     def _forget_after_fork(self) -> None:
-        # Inherited pipes would keep the parent's workers alive after the parent has exited.
-        for worker in self._workers:
-            worker.close_pipes()
+        # Inherited pipes would keep the parent's program alive after the parent has exited.
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
         self._start_empty()
 
 
-class _Lane:
-    """A queue with its own threads, which serve the callers in turn, oldest call first."""
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, name)
-        self._lock = threading.Lock()
-        self._waiting: OrderedDict[str, deque[tuple[_Reply, Callable[[], dict[str, object]]]]]
-        self._waiting = OrderedDict()
-
-    def submit(self, call: Callable[[], dict[str, object]]) -> _Reply:
-        reply: _Reply = Future()
-        with self._lock:
-            self._waiting.setdefault(caller.get(), deque()).append((reply, call))
-        self._threads.submit(self._run_next)
-        return reply
-
-    def _run_next(self) -> None:
-        reply, call = self._next()
-        if not reply.set_running_or_notify_cancel():
-            return
-        try:
-            reply.set_result(call())
-        except BaseException as error:  # re-raised by whoever awaits the future
-            reply.set_exception(error)
-
-    def _next(self) -> tuple[_Reply, Callable[[], dict[str, object]]]:
-        with self._lock:
-            name, calls = self._waiting.popitem(last=False)
-            first = calls.popleft()
-            if calls:
-                self._waiting[name] = calls  # to the back of the queue
-        return first
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            waiting = [reply for calls in self._waiting.values() for reply, _ in calls]
-            self._waiting.clear()
-        for reply in waiting:
-            reply.cancel()
-
-
-def _read_reply(reply: dict[str, object], answer: str) -> bool | None:
-    if "error" in reply:
-        raise GraderError(
-            f"comparing the answer {answer[:80]!r} with the reference failed: {reply['error']}"
-        )
-    return cast(bool | None, reply["equal"])
-
-
-class _Worker:
-    """One `math_worker.py` process and its two pipes. The constructor waits until it is ready."""
-
-    def __init__(self, memory_bytes: int) -> None:
-        environment = {k: os.environ[k] for k in INHERITED_VARIABLES if k in os.environ}
-        # Same import path as here; fixed hashes, so that sympy always orders terms the same way.
-        environment |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PYTHONHASHSEED": "0",
-        }
-        # A process group of its own: Ctrl-C does not reach it, and its child is killed with it.
-        self.process = start_group(
-            # -P: otherwise this folder, which contains a module named `math`, is on the path
-            [sys.executable, "-P", str(WORKER_FILE), str(memory_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            bufsize=0,
-        )
-        try:
-            ready = self._read_reply()
-        except BaseException:
-            self.kill()
-            raise
-        if "error" in ready:
-            self.kill()
-            raise GraderError(f"the math grader cannot start: {ready['error']}")
-
-    def ask(self, request: dict[str, object]) -> dict[str, object]:
-        """Sends a request and returns the reply.
-
-        Raises:
-            GraderError: the worker died, and has to be discarded.
-        """
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        except OSError as error:
-            raise GraderError("the math grader's worker process died") from error
-        return self._read_reply()
-
-    def _read_reply(self) -> dict[str, object]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line.endswith(b"\n"):
-            raise GraderError("the math grader's worker process died")
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """Kills and reaps the process and its child and closes the pipes. May be called twice."""
-        kill_group(self.process)
-        self.close_pipes()
-
-    def close_pipes(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+def _start_program(memory_bytes: int) -> subprocess.Popen[bytes]:
+    environment = {k: os.environ[k] for k in INHERITED_VARIABLES if k in os.environ}
+    # Same import path as here; fixed hashes, so that sympy always orders terms the same way.
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"}
+    # A process group of its own: Ctrl-C does not reach it, and its children are killed with it.
+    return start_group(
+        # -P: otherwise this folder, which contains a module named `math`, is on the path
+        [sys.executable, "-P", str(WORKER_FILE), str(memory_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        bufsize=0,
+    )
 
 
 _POOLS: weakref.WeakSet[MathPool] = weakref.WeakSet()

@@ -3,23 +3,23 @@
 `agentrl_rewards.math_pool` starts it as a file (`python -P math_worker.py`) and never imports it,
 so the user's `__main__` is not run again and the multiprocessing start method does not matter.
 
-    caller  --request line-->  supervisor  --request line-->  child (forked, limited, disposable)
-            <--reply line----              <--reply line----
+    caller  --request lines-->  supervisor  --a request-->  children (forked, limited, disposable)
+            <--reply lines----              <--a reply----
 
-The supervisor imports math-verify once and never parses an answer itself. Its child does, under
-RLIMIT_AS. The deadline is CPU time, and ten times as much on the clock: the kernel's timers end a
-child that misses it, and the next one is forked from the warm supervisor in milliseconds. Every
-request gets exactly one reply:
+The supervisor imports math-verify once and never parses an answer itself. Its children do, one
+answer at a time and under RLIMIT_AS. The deadline is CPU time, and ten times as much on the clock:
+the kernel's timers end a child that misses it, and the next one is forked from the warm supervisor
+in milliseconds. The caller bounds the number of children by the requests that it sends before their
+replies. Every request gets exactly one reply:
 
-    {"answer": str, "reference": str, "deadline_s": float}
-    -> {"equal": bool}                  the comparison completed
-    -> {"equal": null}                  the answer would cost too much to evaluate
-    -> {"error": str}                   the comparison failed: crash, memory, an exception
-    -> {"error": str, "late": true}     the comparison missed the deadline
+    {"id": int, "answer": str, "reference": str, "deadline_s": float}
+    -> {"id": int, "equal": bool}                the comparison completed
+    -> {"id": int, "equal": null}                the answer would cost too much to evaluate
+    -> {"id": int, "error": str}                 the comparison crashed, or memory did not suffice
+    -> {"id": int, "error": str, "late": true}   the comparison missed the deadline
 
-The first line of output is `{"ready": true}`, or `{"error": str}` if math-verify is not installed.
-The supervisor exits at the end of its input and the child when the supervisor exits, so a caller
-that is killed leaves no process behind.
+`{"error": str}` without an id says that math-verify is not installed. The supervisor ends its
+children and itself at the end of its input, so a caller that is killed leaves no process behind.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import re
 import resource
 import select
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 CHECKS_PER_CHILD = 500
 """A child is replaced after this many checks, because sympy's caches grow."""
 
-WARM_UP = (r"(x-3)^2(x+1)+\frac{1}{2}x", r"x^3-5x^2+3.5x+9")
-"""Compared before the first child is forked: sums, products, powers and quotients."""
 WARM_UP = (
     (r"(x-3)^2(x+1)+\frac{1}{2}x", r"x^3-5x^2+3.5x+9"),
     (
@@ -59,22 +59,6 @@ WARM_UP = (
 first comparison of such an expression takes four times as long as a later one."""
 
 Compare = Callable[[str, str], bool | None]
-
-
-def read_lines(fd: int) -> Iterator[bytes]:
-    """Yields the lines of a pipe as they arrive, until its other end is closed."""
-    buffer = b""
-    while chunk := os.read(fd, 65536):
-        buffer += chunk
-        while (end := buffer.find(b"\n")) >= 0:
-            yield buffer[:end]
-            buffer = buffer[end + 1 :]
-
-
-def send(fd: int, message: dict[str, object]) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 _COMMAND = re.compile(
@@ -474,12 +458,16 @@ def is_cheap(expression: object) -> bool:
     return True
 
 
-def serve_child(read_fd: int, write_fd: int, compare: Compare, memory_bytes: int) -> None:
-    """Answers requests until the supervisor closes the pipe."""
+def send(fd: int, message: dict[str, object]) -> None:
+    os.write(fd, json.dumps(message).encode() + b"\n")  # shorter than a pipe's buffer: never blocks
+
+
+def serve_child(connection: socket.socket, compare: Compare, memory_bytes: int) -> None:
+    """Answers requests until the supervisor closes the connection."""
     if sys.platform == "linux":  # other kernels reject or ignore it
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in read_lines(read_fd):
+    for line in connection.makefile("rb"):
         request = json.loads(line)
         # Their signals end the process, in C code too: SIGPROF after so much CPU time, SIGALRM
         # after so much time on the clock.
@@ -493,69 +481,106 @@ def serve_child(read_fd: int, write_fd: int, compare: Compare, memory_bytes: int
             reply = {"error": f"{type(error).__name__}: {error}"[:500]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(write_fd, reply)
+        send(connection.fileno(), reply)
 
 
-class Child:
-    """A forked process that compares expressions, with one pipe to it and one from it."""
+class Supervisor:
+    """Hands requests to children and their replies back."""
 
     def __init__(self, compare: Compare, memory_bytes: int, reply_fd: int) -> None:
-        child_read, self.write_fd = os.pipe()
-        self.read_fd, child_write = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                for fd in (0, reply_fd, self.write_fd, self.read_fd):
-                    os.close(fd)
-                serve_child(child_read, child_write, compare, memory_bytes)
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(child_read)
-        os.close(child_write)
+        self.compare, self.memory_bytes, self.reply_fd = compare, memory_bytes, reply_fd
+        self.idle: list[Child] = []
+        self.busy: dict[int, Child] = {}
+        """Descriptor of its connection -> a child at work."""
+
+    def run(self) -> None:
+        """Serves until the caller closes the requests' pipe."""
+        requests = b""
+        while True:
+            poll = select.poll()
+            for fd in (0, *self.busy):
+                poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll():
+                if fd:
+                    self.pass_reply(self.busy[fd])
+                elif chunk := os.read(0, 65536):
+                    *lines, requests = (requests + chunk).split(b"\n")
+                    for line in lines:
+                        self.start(line)
+                else:
+                    return
+
+    def start(self, line: bytes) -> None:
+        child = self.idle.pop() if self.idle else self.fork()
+        try:
+            child.connection.sendall(line + b"\n")
+        except OSError:  # it was killed while it was idle
+            child.end()
+            return self.start(line)
+        child.request = line
+        child.num_checks += 1
+        self.busy[child.connection.fileno()] = child
+
+    def fork(self) -> Child:
+        ours, its = socket.socketpair()
+        pid = os.fork()
+        if pid:
+            its.close()
+            return Child(pid, ours)
+        status = 1
+        try:
+            for fd in (0, self.reply_fd, ours.fileno(), *self.busy):
+                os.close(fd)
+            for each in self.idle:
+                each.connection.close()
+            serve_child(its, self.compare, self.memory_bytes)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def pass_reply(self, child: Child) -> None:
+        """Passes a child's reply to the caller, or the way in which it ended."""
+        try:
+            data = child.connection.recv(65536)
+        except ConnectionError:
+            data = b""
+        del self.busy[child.connection.fileno()]
+        request = json.loads(child.request)
+        reply = json.loads(data) if data else {}
+        if not data or "error" in reply or child.num_checks >= CHECKS_PER_CHILD:
+            status = child.end()
+            reply = reply or failure(status, request["deadline_s"])
+        else:
+            self.idle.append(child)
+        send(self.reply_fd, {"id": request["id"], **reply})
+
+
+@dataclass
+class Child:
+    """A forked process that compares expressions, one pair at a time."""
+
+    pid: int
+    connection: socket.socket
+    request: bytes = b""
+    num_checks: int = 0
 
     def end(self) -> int:
-        """Kills and reaps the process, closes the pipes and returns the `os.waitpid` status."""
+        """Kills and reaps the process and returns the `os.waitpid` status."""
         os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still this child's
-        os.close(self.write_fd)
-        os.close(self.read_fd)
+        self.connection.close()
         return os.waitpid(self.pid, 0)[1]
 
-    def ask(self, line: bytes) -> bytes:
-        """Sends one request; returns the reply, or nothing if the process ends before it.
 
-        Raises:
-            BrokenPipeError: the process had ended before.
-        """
-        os.write(self.write_fd, line + b"\n")  # shorter than a pipe's buffer: never blocks
-        poll = select.poll()
-        poll.register(self.read_fd, select.POLLIN)
-        poll.register(0, 0)  # reports only that the caller is gone
-        reply = b""
-        while not reply.endswith(b"\n"):
-            if any(fd == 0 for fd, _ in poll.poll()):
-                self.end()
-                sys.exit()
-            chunk = os.read(self.read_fd, 65536)
-            if not chunk:
-                return b""
-            reply += chunk
-        return reply
-
-
-def failure(status: int, deadline_s: float) -> bytes:
+def failure(status: int, deadline_s: float) -> dict[str, object]:
     """Returns the reply for a child that ended during a check, from its `os.waitpid` status."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    reply: dict[str, object] = {"error": f"no result within {deadline_s:g} s", "late": True}
-    if number not in (signal.SIGPROF, signal.SIGALRM):
-        name = f" ({signal.strsignal(number)})" if number else ""
-        reply = {"error": f"the comparing process died during the check{name}"}
-    return json.dumps(reply).encode() + b"\n"
+    if number in (signal.SIGPROF, signal.SIGALRM):
+        return {"error": f"no result within {deadline_s:g} s", "late": True}
+    name = f" ({signal.strsignal(number)})" if number else ""
+    return {"error": f"the comparing process died during the check{name}"}
 
 
 def main() -> None:
-    memory_bytes = int(sys.argv[1])
     reply_fd = os.dup(1)
     os.dup2(2, 1)  # a stray print must not end up between the replies
     try:
@@ -563,22 +588,12 @@ def main() -> None:
     except ImportError as error:
         send(reply_fd, {"error": f"{error}: install it with `pip install 'agentrl-gym[math]'`"})
         return
-    child, num_checks = Child(compare, memory_bytes, reply_fd), 0
-    send(reply_fd, {"ready": True})
-    for line in read_lines(0):
-        try:
-            reply = child.ask(line)
-        except BrokenPipeError:
+    supervisor = Supervisor(compare, int(sys.argv[1]), reply_fd)
+    try:
+        supervisor.run()
+    finally:
+        for child in (*supervisor.idle, *supervisor.busy.values()):
             child.end()
-            child, num_checks = Child(compare, memory_bytes, reply_fd), 0
-            reply = child.ask(line)
-        num_checks += 1
-        if not reply or b'"error"' in reply or num_checks >= CHECKS_PER_CHILD:
-            status = child.end()
-            child, num_checks = Child(compare, memory_bytes, reply_fd), 0
-            reply = reply or failure(status, json.loads(line)["deadline_s"])
-        os.write(reply_fd, reply)
-    child.end()
 
 
 if __name__ == "__main__":
