@@ -33,7 +33,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from itertools import groupby, pairwise
 from typing import Any
@@ -107,26 +107,27 @@ def _whole(number: float, least: int = 1) -> int:
     return int(number)
 
 
+def _nth(parts: list[str], number: float) -> str:
+    nth = _whole(number)
+    return parts[nth - 1] if nth <= len(parts) else ""
+
+
+def _all(checks: Iterable[object]) -> bool:
+    """Returns whether there are checks and all of them hold."""
+    results = list(checks)
+    return bool(results) and all(results)
+
+
+def _endings(text: str) -> list[str]:
+    return [sentence[-1] for sentence in split_sentences(text)]
+
+
 def _ascii(text: str) -> str:
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
 def _lines(text: str) -> list[str]:
     return [line for line in text.split("\n") if line.strip()]
-
-
-# count
-
-
-def _conjunctions(text: str, *, small_n: int) -> bool:
-    # distinct spellings count: "And" and "and," are two
-    stripped = {word: word.strip(string.punctuation).lower() for word in text.split()}
-    return sum(word in _CONJUNCTIONS for word in stripped.values()) >= small_n
-
-
-def _numbers(text: str, *, N: int) -> bool:
-    # without punctuation, so that 1,000.5 is one number
-    return len(re.findall(r"\d+", text.translate(_WITHOUT_PUNCTUATION))) == N
 
 
 def _punctuation(text: str) -> bool:
@@ -146,33 +147,6 @@ def _pronouns(text: str, *, N: int) -> bool:
     return sum(_PRONOUN.fullmatch(word) is not None for word in words) >= N
 
 
-def _keywords_multiple(
-    text: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
-) -> bool:
-    keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
-    return [count_word(text, keyword) for keyword in keywords] == [1, 2, 3, 5, 7]
-
-
-# ratio
-
-
-def _endings(text: str) -> Counter[str]:
-    return Counter(sentence[-1] for sentence in split_sentences(text))
-
-
-def _sentence_type(text: str) -> bool:
-    endings = _endings(text)
-    return endings["."] == 2 * endings["?"]
-
-
-def _overlap(text: str, *, reference_text: str, percentage: float) -> bool:
-    trigrams = _trigrams(text)
-    if not trigrams:
-        return False
-    shared = len(trigrams & _trigrams(reference_text)) / len(trigrams)
-    return abs(100 * shared - percentage) <= 2
-
-
 def _trigrams(text: str) -> set[str]:
     return {text[start : start + 3] for start in range(len(text) - 2)}  # of characters
 
@@ -186,9 +160,6 @@ def _sentence_words(text: str) -> bool:
     )
 
 
-# words
-
-
 def _alphabet(text: str) -> bool:
     letters = [string.ascii_lowercase.find(word[0]) for word in _bare_words(text)]
     return (
@@ -196,79 +167,14 @@ def _alphabet(text: str) -> bool:
     )
 
 
-def _vowels(text: str) -> bool:
-    return "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3
-
-
-def _consonants(text: str) -> bool:
-    words = _edge_words(text)
-    return bool(words) and all(re.search(r"[b-df-hj-np-tv-z]{2}", word) for word in words)
-
-
-def _palindromes(text: str) -> bool:
-    return sum(len(word) >= 5 and word == word[::-1] for word in _bare_words(text)) >= 10
-
-
-def _prime_lengths(text: str) -> bool:
-    lengths = {len(word) for word in _bare_words(text)}
-    return bool(lengths) and all(map(_is_prime, lengths))
-
-
 def _is_prime(number: int) -> bool:
     return number > 1 and all(number % factor for factor in range(2, int(number**0.5) + 1))
-
-
-def _repeats(text: str, *, small_n: int) -> bool:
-    return max(Counter(_bare_words(text)).values(), default=0) <= small_n
-
-
-def _last_first(text: str) -> bool:
-    sentences = [_edge_words(sentence) for sentence in split_sentences(text)]
-    return all(sentences) and all(a[-1] == b[0] for a, b in pairwise(sentences))
-
-
-def _paragraph_last_first(text: str) -> bool:
-    paragraphs = [words for line in _lines(text) if (words := _edge_words(line))]
-    return bool(paragraphs) and all(words[0] == words[-1] for words in paragraphs)
-
-
-def _keyword_position(text: str, *, keyword: str, n: int, m: int) -> bool:
-    sentence, word = _whole(n), _whole(m)
-    sentences = split_sentences(text)
-    words = split_words(sentences[sentence - 1]) if sentence <= len(sentences) else []
-    return word <= len(words) and words[word - 1].lower() == keyword.strip().lower()
-
-
-def _words_position(text: str, *, keyword: str) -> bool:
-    words = split_words(text.lower())
-    return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
-
-
-# sentence
-
-
-def _alliteration_increment(text: str) -> bool:
-    counts = [_num_alliterative(sentence) for sentence in split_sentences(text)]
-    return bool(counts) and all(a < b for a, b in pairwise(counts))
 
 
 def _num_alliterative(sentence: str) -> int:
     """Counts the words with a neighbour that starts with the same letter."""
     runs = [len(list(run)) for _, run in groupby(word[0] for word in _edge_words(sentence))]
     return sum(length for length in runs if length > 1)
-
-
-def _sentence_keyword(text: str, *, word: str, N: int) -> bool:
-    nth, sentences = _whole(N), split_sentences(text)
-    return nth <= len(sentences) and count_word(sentences[nth - 1], word) > 0
-
-
-def _sentence_increment(text: str, *, small_n: int) -> bool:
-    counts = [len(_bare_words(sentence)) for sentence in split_sentences(text)]
-    return bool(counts) and all(b - a == small_n for a, b in pairwise(counts))
-
-
-# format
 
 
 def _parentheses(text: str) -> bool:
@@ -308,16 +214,6 @@ def _options(text: str, *, options: str) -> bool:
     return text.strip(_EDGE).lower() in [option.strip(_EDGE).lower() for option in allowed]
 
 
-def _newline(text: str) -> bool:
-    words = text.translate(_WITHOUT_PUNCTUATION)
-    return 0 < len(words.split()) == len(_lines(words))
-
-
-def _line_indent(text: str) -> bool:
-    indents = [len(line) - len(line.lstrip(" ")) for line in _lines(text)]
-    return all(a < b for a, b in pairwise(indents))
-
-
 def _quote_unquote(text: str) -> bool:
     text = text.translate(_STRAIGHT_QUOTES).replace("'\"'", "")  # '"' mentions the character
     end = text.rstrip(string.punctuation.replace('"', "") + string.digits + string.whitespace)
@@ -350,13 +246,6 @@ def _title_case(text: str) -> bool:
     return not any(len(w) == 1 or w[1:].islower() or w[1:].isupper() for w in small)
 
 
-def _output_template(text: str) -> bool:
-    return all(label in text for label in ("My Answer:", "My Conclusion:", "Future Outlook:"))
-
-
-# custom
-
-
 def _mcq(text: str) -> bool:
     before, *questions = re.split(r"^[ \t]*+Question\b[ \t]*+\d*+[.):;]?", text, flags=re.MULTILINE)
     lengths = []
@@ -374,16 +263,6 @@ def _reverse_newline(text: str) -> bool:
     start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     countries = lines[start:]
     return len(countries) >= _NUM_AFRICAN_COUNTRIES and countries == sorted(countries, reverse=True)
-
-
-def _sentence_alphabet(text: str) -> bool:
-    first_words = [_edge_words(sentence)[:1] for sentence in split_sentences(text)]
-    return [word[0][0] for word in first_words if word] == list(string.ascii_lowercase)
-
-
-def _european_capitals(text: str) -> bool:
-    names = [name.strip() for name in _ascii(text).split(",")]
-    return ",".join(name for name in names if name) == _CAPITALS
 
 
 def _table(text: str, header: str, delimiter: str) -> list[list[str]]:
@@ -407,17 +286,8 @@ def _csv_special_character(text: str) -> bool:
     return len(rows) == 15 and any(re.search(r"[^\w\s]", field) for field in quoted)
 
 
-def _csv_quotes(text: str) -> bool:
-    rows = _table(text, "StudentID Subject Grade Semester Score", "\t")
-    return len(rows) == 4 and all(_is_quoted(field) for row in rows for field in row)
-
-
-def _date_format_list(text: str) -> bool:
-    return all(_is_napoleonic(day.strip()) for day in text.split(","))
-
-
 def _is_napoleonic(day: str) -> bool:
-    found = re.fullmatch(r"([0-9]{4})-([0-9]{2})-([0-9]{2})", day)
+    found = re.fullmatch(r"([0-9]{4})-([0-9]{2})-([0-9]{2})", day.strip())
     if found is None:
         return False
     try:
@@ -426,18 +296,10 @@ def _is_napoleonic(day: str) -> bool:
         return False
 
 
-# repeat
-
-
 def _repeat_change(text: str, *, prompt_to_repeat: str) -> bool:
     first, *rest = prompt_to_repeat.split()
     words = text.split()
     return words[0] != first and words[1:] == rest
-
-
-def _repeat_span(text: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    span = prompt_to_repeat.split()[_whole(n_start, least=0) : _whole(n_end, least=0)]
-    return text.lower().split() == " ".join(span).lower().split()
 
 
 CONSTRAINTS: dict[str, Callable[..., bool]] = {
@@ -445,56 +307,116 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
         min_words <= count_words(text) <= max_words
     ),
     "count:unique_word_count": lambda text, *, N: len(set(_edge_words(text))) >= N,
-    "count:conjunctions": _conjunctions,
+    # distinct spellings count: "And" and "and," are two
+    "count:conjunctions": lambda text, *, small_n: (
+        sum(word.strip(string.punctuation).lower() in _CONJUNCTIONS for word in {*text.split()})
+        >= small_n
+    ),
     "count:person_names": lambda text, *, N: len(set(_NAME.findall(text))) >= N,
-    "count:numbers": _numbers,
+    # without punctuation, so that 1,000.5 is one number
+    "count:numbers": lambda text, *, N: (
+        len(re.findall(r"\d+", text.translate(_WITHOUT_PUNCTUATION))) == N
+    ),
     "count:punctuation": _punctuation,
     "count:words_japanese": _words_japanese,
     "count:pronouns": _pronouns,
-    "count:keywords_multiple": _keywords_multiple,
-    "ratio:sentence_type": _sentence_type,
-    "ratio:sentence_balance": lambda text: (e := _endings(text))["."] == e["?"] == e["!"] > 0,
-    "ratio:overlap": _overlap,
+    "count:keywords_multiple": lambda text, *, keyword1, keyword2, keyword3, keyword4, keyword5: (
+        [count_word(text, word) for word in (keyword1, keyword2, keyword3, keyword4, keyword5)]
+        == [1, 2, 3, 5, 7]
+    ),
+    "ratio:sentence_type": lambda text: (e := _endings(text)).count(".") == 2 * e.count("?"),
+    "ratio:sentence_balance": lambda text: (
+        (e := _endings(text)).count(".") == e.count("?") == e.count("!") > 0
+    ),
+    "ratio:overlap": lambda text, *, reference_text, percentage: (
+        bool(own := _trigrams(text))
+        and abs(100 * len(own & _trigrams(reference_text)) / len(own) - percentage) <= 2
+    ),
     "ratio:sentence_words": _sentence_words,
     "words:alphabet": _alphabet,
-    "words:vowel": _vowels,
-    "words:consonants": _consonants,
-    "words:palindrome": _palindromes,
-    "words:prime_lengths": _prime_lengths,
-    "words:repeats": _repeats,
-    "words:last_first": _last_first,
-    "words:paragraph_last_first": _paragraph_last_first,
+    "words:vowel": lambda text: (
+        "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3
+    ),
+    "words:consonants": lambda text: _all(
+        re.search(r"[b-df-hj-np-tv-z]{2}", word) for word in _edge_words(text)
+    ),
+    "words:palindrome": lambda text: (
+        sum(len(word) >= 5 and word == word[::-1] for word in _bare_words(text)) >= 10
+    ),
+    "words:prime_lengths": lambda text: _all(
+        map(_is_prime, {len(word) for word in _bare_words(text)})
+    ),
+    "words:repeats": lambda text, *, small_n: (
+        max(Counter(_bare_words(text)).values(), default=0) <= small_n
+    ),
+    "words:last_first": lambda text: (
+        all(sentences := [_edge_words(each) for each in split_sentences(text)])
+        and all(a[-1] == b[0] for a, b in pairwise(sentences))
+    ),
+    "words:paragraph_last_first": lambda text: _all(
+        words[0] == words[-1] for line in _lines(text) if (words := _edge_words(line))
+    ),
     "words:no_consecutive": lambda text: all(a[0] != b[0] for a, b in pairwise(_bare_words(text))),
-    "words:keywords_specific_position": _keyword_position,
-    "words:words_position": _words_position,
-    "sentence:alliteration_increment": _alliteration_increment,
-    "sentence:keyword": _sentence_keyword,
-    "sentence:increment": _sentence_increment,
+    "words:keywords_specific_position": lambda text, *, keyword, n, m: (
+        _nth(split_words(_nth(split_sentences(text), n)), m).lower() == keyword.strip().lower()
+    ),
+    "words:words_position": lambda text, *, keyword: (
+        len(words := split_words(text.lower())) > 1
+        and words[1] == words[-2] == keyword.strip().lower()
+    ),
+    "sentence:alliteration_increment": lambda text: (
+        bool(counts := [_num_alliterative(sentence) for sentence in split_sentences(text)])
+        and all(a < b for a, b in pairwise(counts))
+    ),
+    "sentence:keyword": lambda text, *, word, N: (
+        count_word(_nth(split_sentences(text), N), word) > 0
+    ),
+    "sentence:increment": lambda text, *, small_n: (
+        bool(counts := [len(_bare_words(sentence)) for sentence in split_sentences(text)])
+        and all(b - a == small_n for a, b in pairwise(counts))
+    ),
     "format:parentheses": _parentheses,
     "format:quotes": _quotes,
     "format:options": _options,
-    "format:newline": _newline,
-    "format:line_indent": _line_indent,
+    "format:newline": lambda text: (
+        0 < len((words := text.translate(_WITHOUT_PUNCTUATION)).split()) == len(_lines(words))
+    ),
+    "format:line_indent": lambda text: all(
+        len(a) - len(a.lstrip(" ")) < len(b) - len(b.lstrip(" ")) for a, b in pairwise(_lines(text))
+    ),
     "format:quote_unquote": _quote_unquote,
     "format:list": lambda text, *, sep: text.count(sep) >= 2,
     "format:thesis": _thesis,
     "format:sub-bullets": lambda text: all("-" in bullet for bullet in text.split("*")[1:]),
     "format:no_bullets_bullets": _no_bullets_bullets,
     "format:title_case": _title_case,
-    "format:output_template": _output_template,
+    "format:output_template": lambda text: all(
+        label in text for label in ("My Answer:", "My Conclusion:", "Future Outlook:")
+    ),
     "format:no_whitespace": lambda text: not any(map(str.isspace, text)),
     "custom:multiples": lambda text: re.findall(r"\d+", text) == [str(n) for n in range(14, 51, 7)],
     "custom:mcq_count_length": _mcq,
     "custom:reverse_newline": _reverse_newline,
     "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(_bare_words(text))),
     "custom:character_reverse": lambda text: "bald eagle" in text.lower()[::-1],
-    "custom:sentence_alphabet": _sentence_alphabet,
-    "custom:european_capitals_sort": _european_capitals,
+    "custom:sentence_alphabet": lambda text: (
+        [words[0][0] for each in split_sentences(text) if (words := _edge_words(each))]
+        == list(string.ascii_lowercase)
+    ),
+    "custom:european_capitals_sort": lambda text: (
+        ",".join(name for each in _ascii(text).split(",") if (name := each.strip())) == _CAPITALS
+    ),
     "custom:csv_city": lambda text: len(_table(text, "ID Country City Year Count", ",")) == 8,
     "custom:csv_special_character": _csv_special_character,
-    "custom:csv_quotes": _csv_quotes,
-    "custom:date_format_list": _date_format_list,
+    "custom:csv_quotes": lambda text: (
+        len(rows := _table(text, "StudentID Subject Grade Semester Score", "\t")) == 4
+        and all(_is_quoted(field) for row in rows for field in row)
+    ),
+    "custom:date_format_list": lambda text: all(map(_is_napoleonic, text.split(","))),
     "repeat:repeat_change": _repeat_change,
     "repeat:repeat_simple": lambda text: text.strip().lower() == _SENTENCE_TO_REPEAT,
-    "repeat:repeat_span": _repeat_span,
+    "repeat:repeat_span": lambda text, *, prompt_to_repeat, n_start, n_end: (
+        text.lower().split()
+        == prompt_to_repeat.lower().split()[_whole(n_start, least=0) : _whole(n_end, least=0)]
+    ),
 }

@@ -33,7 +33,6 @@ Constraints = Mapping[str, Callable[..., bool]]
 
 _WORD = re.compile(r"\w+(?:[’'\-]\w+)*")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?=\s|$)")
-_CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _MAX_COUNT_CHARS = 1_000_000
 
 
@@ -127,10 +126,6 @@ def count_words(text: str) -> int:
     return len(re.findall(r"\w+", text))
 
 
-def count_sentences(text: str) -> int:
-    return len(split_sentences(text))
-
-
 def count_word(text: str, word: str) -> int:
     """Counts the whole-word occurrences of a word or phrase, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE))
@@ -148,42 +143,17 @@ def _occurrences(text: str, keyword: str) -> int:
     return len(re.findall(re.escape(keyword.strip()), text, re.IGNORECASE))
 
 
-def _keywords(text: str, *, keywords: list[str]) -> bool:
-    return all(_occurrences(text, keyword) > 0 for keyword in keywords)
-
-
-def _keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(_occurrences(text, keyword), relation, frequency)
-
-
-def _forbidden_words(text: str, *, forbidden_words: list[str]) -> bool:
-    return not any(count_word(text, word) for word in forbidden_words)
-
-
-def _letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def _response_language(text: str, *, language: str) -> bool:
+def _in_language(text: str, *, language: str) -> bool:
     if language not in LANGUAGES:
         raise ValueError(f"language is {language!r}; use one of {', '.join(sorted(LANGUAGES))}")
     return detect_language(text) == language
 
 
-def _number_words(text: str, *, num_words: int, relation: str) -> bool:
-    return _compare(count_words(text), relation, num_words)
-
-
-def _number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
-    return _compare(count_sentences(text), relation, num_sentences)
-
-
-def _number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
-    if len(parts) > 1:  # a divider before the first or after the last paragraph separates nothing
-        parts = parts[1:] if not parts[0] else parts
-        parts = parts[:-1] if not parts[-1] else parts
-    return all(parts) and len(parts) == num_paragraphs
+def _parts(text: str, divider: str) -> list[str]:
+    """Splits at a divider; one before the first or after the last part separates nothing."""
+    parts = [part.strip() for part in re.split(divider, text)]
+    start = len(parts) > 1 and not parts[0]
+    return parts[start : -1 if len(parts) - start > 1 and not parts[-1] else None]
 
 
 def _paragraph_first_word(
@@ -196,14 +166,14 @@ def _paragraph_first_word(
     return first is not None and first[0].lower() == first_word.lower()
 
 
-def _placeholders(text: str, *, num_placeholders: int) -> bool:
+def _num_placeholders(text: str) -> int:
     num_found = 0
     for line in text.split("\n"):
         start = line.find("[")
         while start >= 0 and (end := line.find("]", start)) >= 0:
             num_found += 1
             start = line.find("[", end)
-    return num_found >= num_placeholders
+    return num_found
 
 
 def _postscript(text: str, *, postscript_marker: str) -> bool:
@@ -212,25 +182,12 @@ def _postscript(text: str, *, postscript_marker: str) -> bool:
     return re.search(pattern, text.lower()) is not None
 
 
-def _bullets(text: str, *, num_bullets: int) -> bool:
-    starts = re.findall(r"^[^\S\n]*+(?:\*[^*].*$|-)", text, re.MULTILINE)
-    return len(starts) == num_bullets
-
-
-def _constrained_response(text: str) -> bool:
-    return any(answer in text for answer in _CONSTRAINED)
-
-
-def _highlights(text: str, *, num_highlights: int) -> bool:
+def _num_highlights(text: str) -> int:
     found = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)
-    return sum(bool(part.strip("* ")) for part in found) >= num_highlights
+    return sum(bool(part.strip("* ")) for part in found)
 
 
-def _sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
-
-
-def _json_format(text: str) -> bool:
+def _is_json(text: str) -> bool:
     body = text.strip()
     if body.startswith("```") and body.endswith("```") and len(body) >= 6:
         body = re.sub(r"^(?:json|JSON|Json)(?=\s)", "", body[3:-3]).strip()
@@ -241,76 +198,68 @@ def _json_format(text: str) -> bool:
     return True
 
 
-def _title(text: str) -> bool:
-    return any(title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text))
-
-
-def _two_responses(text: str) -> bool:
-    parts = [part.strip() for part in text.split("******")]
-    if len(parts) > 2:
-        parts = parts[1:] if not parts[0] else parts
-        parts = parts[:-1] if not parts[-1] else parts
-    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
-
-
-def _repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def _end(text: str, *, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def _quotation(text: str) -> bool:
-    body = text.strip()
-    return len(body) > 1 and body.startswith('"') and body.endswith('"')
-
-
-def _capital_words(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    count = sum(match[0].isupper() for match in _WORD.finditer(text))
-    return _compare(count, capital_relation, capital_frequency)
-
-
-def _upper_case(text: str) -> bool:
-    return text.isupper() and _may_be_english(text)
-
-
-def _lower_case(text: str) -> bool:
-    return text.islower() and _may_be_english(text)
-
-
 def _may_be_english(text: str) -> bool:
     return detect_language(text) in ("en", None)
 
 
-def _no_comma(text: str) -> bool:
-    return "," not in text
-
-
 CONSTRAINTS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": _keywords,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _forbidden_words,
-    "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _response_language,
-    "length_constraints:number_words": _number_words,
-    "length_constraints:number_sentences": _number_sentences,
-    "length_constraints:number_paragraphs": _number_paragraphs,
+    "keywords:existence": lambda text, *, keywords: all(
+        _occurrences(text, keyword) for keyword in keywords
+    ),
+    "keywords:frequency": lambda text, *, keyword, frequency, relation: _compare(
+        _occurrences(text, keyword), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, *, forbidden_words: (
+        not any(count_word(text, word) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, *, letter, let_frequency, let_relation: _compare(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "language:response_language": _in_language,
+    "length_constraints:number_words": lambda text, *, num_words, relation: _compare(
+        count_words(text), relation, num_words
+    ),
+    "length_constraints:number_sentences": lambda text, *, num_sentences, relation: _compare(
+        len(split_sentences(text)), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": lambda text, *, num_paragraphs: (
+        all(parts := _parts(text, r"\s?\*\*\*\s?")) and len(parts) == num_paragraphs
+    ),
     "length_constraints:nth_paragraph_first_word": _paragraph_first_word,
-    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:number_placeholders": lambda text, *, num_placeholders: (
+        _num_placeholders(text) >= num_placeholders
+    ),
     "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": _constrained_response,
-    "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
-    "detectable_format:json_format": _json_format,
-    "detectable_format:title": _title,
-    "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": _repeat_prompt,
-    "startend:end_checker": _end,
-    "startend:quotation": _quotation,
-    "change_case:capital_word_frequency": _capital_words,
-    "change_case:english_capital": _upper_case,
-    "change_case:english_lowercase": _lower_case,
-    "punctuation:no_comma": _no_comma,
+    "detectable_format:number_bullet_lists": lambda text, *, num_bullets: (
+        len(re.findall(r"^[^\S\n]*+(?:\*[^*].*$|-)", text, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(
+        f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
+    ),
+    "detectable_format:number_highlighted_sections": lambda text, *, num_highlights: (
+        _num_highlights(text) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, *, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
+    ),
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": lambda text: any(
+        title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text)
+    ),
+    "combination:two_responses": lambda text: (
+        all(parts := _parts(text, r"\*{6}")) and len(parts) == 2 and parts[0] != parts[1]
+    ),
+    "combination:repeat_prompt": lambda text, *, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, *, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: len(body := text.strip()) > 1 and body[0] == body[-1] == '"',
+    "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: (
+        _compare(sum(map(str.isupper, split_words(text))), capital_relation, capital_frequency)
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and _may_be_english(text),
+    "change_case:english_lowercase": lambda text: text.islower() and _may_be_english(text),
+    "punctuation:no_comma": lambda text: "," not in text,
 }
