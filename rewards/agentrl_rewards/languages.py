@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import NamedTuple
 
 _SCRIPTS = {
     "latin": "A-Za-z\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff",
@@ -50,149 +49,80 @@ _URL = re.compile(r"\w{2,10}://\S+")
 _MAX_CHARS = 20_000
 
 
-class _Small(NamedTuple):
-    """Words and letters that are frequent in a language and rare in its neighbours."""
-
-    words: str
-    letters: str = ""
-
-
-_SMALL = {
-    "latin": {
-        "en": _Small(
-            "the of and to in is that it for was on are with as be this have from or by not you "
-            "they at an which we their has there will can i my your he she his her"
-        ),
-        "de": _Small(
-            "der die das und ist nicht ein eine zu den von mit sich auf für im dem auch es an als "
-            "wir ich sie er wie wird sind oder bei aus nach einen einer dass werden hat kann",
-            "ßäöü",
-        ),
-        "fr": _Small(
-            "le la les de des et est un une que qui dans pour pas sur au il elle ce cette sont "
-            "plus avec nous vous je ne se par mais du en ou être leur aux ses son",
-            "çœèêàùîô",
-        ),
-        "es": _Small(
-            "el la los las de que y en un una es por con para no se del al lo como más pero sus su "
-            "este esta son muy también hay ser está fue cuando porque yo mi",
-            "ñ¿¡",
-        ),
-        "pt": _Small(
-            "o a os as de que e em um uma é por com para não se do da dos das no na ao mais mas "
-            "seu sua são muito também como foi ser está pelo pela eu você isso quando",
-            "ãõç",
-        ),
-        "it": _Small(
-            "il lo la gli le di che e un una è per con non si del della dei delle al nel più ma "
-            "come sono anche questo questa mi ci suo sua alla da essere ha i molto perché",
-            "ìò",
-        ),
-        "pl": _Small(
-            "i w na z do nie się że jest to jak ale o po od za przez dla czy tak są co już był "
-            "była tym tego jego jej które który ma też oraz ich być bardzo",
-            "łśżźąęćń",
-        ),
-        "fi": _Small(
-            "ja on ei se että oli hän mutta kun niin myös olen ovat joka tai kuin sen nyt mitä "
-            "minä sinä me he tämä jos vain ole hyvin voi kanssa ne ollut jotka sekä",
-            "äö",
-        ),
-        "vi": _Small(
-            "và là của có không được một những các cho trong với người này đã để khi đến tôi bạn "
-            "chúng ta rất như từ về ở nhiều cũng sẽ ra vào thì",
-            "đơưạảấầậắằẹếềệịọốồộớờợụứừựỳỷ",
-        ),
-        "sw": _Small(
-            "na ya wa kwa ni katika za la cha hii huo huyo ambayo kama lakini pia yake wake watu "
-            "kuwa sana mimi wewe yeye sisi hiyo hayo moja vya kila baada ili hata bila zaidi"
-        ),
-        "nl": _Small(
-            "de het een en van is dat niet op te zijn met voor ik je aan hij er maar om ook als "
-            "dit die wij ze naar bij nog uit wordt heeft kan"
-        ),
-        "sv": _Small(
-            "och att det i är en som på för av med den inte till ett har jag var om vi de men kan "
-            "från så eller också när mycket",
-            "å",
-        ),
-        "da": _Small(
-            "og at det er en i på til af for ikke med der den de et har jeg som vi var om kan men "
-            "fra så eller også meget",
-            "åæø",
-        ),
-        "ro": _Small(
-            "și de la în este un o nu cu care pe din că mai pentru sunt a fost ce dar sau ca într "
-            "foarte când acest această lui ei",
-            "șțăîâ",
-        ),
-        "tr": _Small(
-            "ve bir bu da de için ile çok ne o gibi daha ama var olarak olan en ben sen biz kadar "
-            "sonra değil mi her şey",
-            "ğışç",
-        ),
-        "id": _Small(
-            "yang dan di itu dengan untuk tidak ini dari dalam akan pada juga saya ke karena ada "
-            "kami mereka adalah oleh sudah bisa atau seperti"
-        ),
-        "cs": _Small(
-            "a je v na se že to s z do o i k ale jako za pro by po jsem jsou které který byl tak "
-            "být také jeho už nebo velmi",
-            "ěřůčšž",
-        ),
-    },
-    "cyrillic": {
-        "ru": _Small(
-            "и в не на что я с он как это по но они мы из у за то так же от его для вы все она был "
-            "или когда очень бы есть только если",
-            "ыэёь",
-        ),
-        "uk": _Small(
-            "і в не на що я з він як це по але вони ми із у за то так же від його для ви всі вона "
-            "був та або коли дуже є тільки якщо до й",
-            "іїєґь",
-        ),
-        "bg": _Small(
-            "и в не на че аз с той как това по но те ние от за то така да се са е ще си му я или "
-            "когато много има само ако който която във беше",
-            "ъ",
-        ),
-    },
-    "arabic": {
-        "ar": _Small(
-            "في من على أن إلى هذا هذه التي الذي كان لا ما عن مع هو هي ذلك كما قد لم أو بعد كل بين "
-            "يكون كانت إن ثم أنا نحن",
-            "ةىأإؤئ",
-        ),
-        "fa": _Small(
-            "و در به از که این را با است برای آن یک می خود تا بر های هم او ما شما شد بود نیست "
-            "هستند کرد هر اما یا باید من",
-            "پچژگ",
-        ),
-        "ur": _Small(
-            "کے ہے میں کی اور سے کا کو پر نے یہ ہیں کہ وہ اس ایک بھی تھا تھی ہو نہیں کر جو ہم آپ "
-            "گیا لیے ہوتا ساتھ بہت",
-            "ٹڈڑںےہھ",
-        ),
-    },
-    "devanagari": {
-        "hi": _Small(
-            "है के में की और से को का यह हैं पर ने कि वह एक भी था थी हो नहीं कर जो हम आप लिए साथ "
-            "बहुत तो ही इस उस मैं"
-        ),
-        "mr": _Small(
-            "आहे आणि या तो ती ते हे नाही आहेत मी एक व होता होती करून साठी मध्ये पण आम्ही तुम्ही "
-            "खूप त्या त्याच्या असे काही म्हणून की च",
-            "ळ",
-        ),
-        "ne": _Small(
-            "छ र को मा हो छन् पनि लाई गर्न यो त्यो एक भएको थियो हुन्छ छैन धेरै हामी तपाईं म उनी "
-            "गरेको लागि तर भने हुन् गर्छ साथै यस"
-        ),
-    },
+_FREQUENT = {
+    "latin": """
+    en: the of and to in is that it for was on are with as be this have from or by not you they at
+        an which we their has there will can i my your he she his her;
+    de ßäöü: der die das und ist nicht ein eine zu den von mit sich auf für im dem auch es an als
+        wir ich sie er wie wird sind oder bei aus nach einen einer dass werden hat kann;
+    fr çœèêàùîô: le la les de des et est un une que qui dans pour pas sur au il elle ce cette sont
+        plus avec nous vous je ne se par mais du en ou être leur aux ses son;
+    es ñ¿¡: el la los las de que y en un una es por con para no se del al lo como más pero sus su
+        este esta son muy también hay ser está fue cuando porque yo mi;
+    pt ãõç: o a os as de que e em um uma é por com para não se do da dos das no na ao mais mas seu
+        sua são muito também como foi ser está pelo pela eu você isso quando;
+    it ìò: il lo la gli le di che e un una è per con non si del della dei delle al nel più ma come
+        sono anche questo questa mi ci suo sua alla da essere ha i molto perché;
+    pl łśżźąęćń: i w na z do nie się że jest to jak ale o po od za przez dla czy tak są co już był
+        była tym tego jego jej które który ma też oraz ich być bardzo;
+    fi äö: ja on ei se että oli hän mutta kun niin myös olen ovat joka tai kuin sen nyt mitä minä
+        sinä me he tämä jos vain ole hyvin voi kanssa ne ollut jotka sekä;
+    vi đơưạảấầậắằẹếềệịọốồộớờợụứừựỳỷ: và là của có không được một những các cho trong với người này
+        đã để khi đến tôi bạn chúng ta rất như từ về ở nhiều cũng sẽ ra vào thì;
+    sw: na ya wa kwa ni katika za la cha hii huo huyo ambayo kama lakini pia yake wake watu kuwa
+        sana mimi wewe yeye sisi hiyo hayo moja vya kila baada ili hata bila zaidi;
+    nl: de het een en van is dat niet op te zijn met voor ik je aan hij er maar om ook als dit die
+        wij ze naar bij nog uit wordt heeft kan;
+    sv å: och att det i är en som på för av med den inte till ett har jag var om vi de men kan från
+        så eller också när mycket;
+    da åæø: og at det er en i på til af for ikke med der den de et har jeg som vi var om kan men fra
+        så eller også meget;
+    ro șțăîâ: și de la în este un o nu cu care pe din că mai pentru sunt a fost ce dar sau ca într
+        foarte când acest această lui ei;
+    tr ğışç: ve bir bu da de için ile çok ne o gibi daha ama var olarak olan en ben sen biz kadar
+        sonra değil mi her şey;
+    id: yang dan di itu dengan untuk tidak ini dari dalam akan pada juga saya ke karena ada kami
+        mereka adalah oleh sudah bisa atau seperti;
+    cs ěřůčšž: a je v na se že to s z do o i k ale jako za pro by po jsem jsou které který byl tak
+        být také jeho už nebo velmi
+    """,
+    "cyrillic": """
+    ru ыэёь: и в не на что я с он как это по но они мы из у за то так же от его для вы все она был
+        или когда очень бы есть только если;
+    uk іїєґь: і в не на що я з він як це по але вони ми із у за то так же від його для ви всі вона
+        був та або коли дуже є тільки якщо до й;
+    bg ъ: и в не на че аз с той как това по но те ние от за то така да се са е ще си му я или когато
+        много има само ако който която във беше
+    """,
+    "arabic": """
+    ar ةىأإؤئ: في من على أن إلى هذا هذه التي الذي كان لا ما عن مع هو هي ذلك كما قد لم أو بعد كل بين
+        يكون كانت إن ثم أنا نحن;
+    fa پچژگ: و در به از که این را با است برای آن یک می خود تا بر های هم او ما شما شد بود نیست هستند
+        کرد هر اما یا باید من;
+    ur ٹڈڑںےہھ: کے ہے میں کی اور سے کا کو پر نے یہ ہیں کہ وہ اس ایک بھی تھا تھی ہو نہیں کر جو ہم آپ
+        گیا لیے ہوتا ساتھ بہت
+    """,
+    "devanagari": """
+    hi: है के में की और से को का यह हैं पर ने कि वह एक भी था थी हो नहीं कर जो हम आप लिए साथ बहुत तो
+        ही इस उस मैं;
+    mr ळ: आहे आणि या तो ती ते हे नाही आहेत मी एक व होता होती करून साठी मध्ये पण आम्ही तुम्ही खूप
+        त्या त्याच्या असे काही म्हणून की च;
+    ne: छ र को मा हो छन् पनि लाई गर्न यो त्यो एक भएको थियो हुन्छ छैन धेरै हामी तपाईं म उनी गरेको
+        लागि तर भने हुन् गर्छ साथै यस
+    """,
 }
+"""Script -> languages, each with letters and words that are frequent in it and rare in its
+neighbours: `code letters: words;`."""
+_SMALL: dict[str, dict[str, tuple[str, set[str]]]] = {
+    script: {
+        head.split()[0]: (head.partition(" ")[2].strip(), set(words.split()))
+        for head, _, words in (entry.strip().partition(":") for entry in table.split(";"))
+    }
+    for script, table in _FREQUENT.items()
+}
+"""Script -> language -> its letters and words."""
 _WEIGHTS = {
-    script: Counter(word for small in languages.values() for word in set(small.words.split()))
+    script: Counter(word for _, words in languages.values() for word in words)
     for script, languages in _SMALL.items()
 }
 """Script -> word -> number of that script's languages that share the word."""
@@ -225,9 +155,9 @@ def detect_language(text: str) -> str | None:
     words = Counter(_WORD.findall(text))
     shared = _WEIGHTS[script]
     scores = {
-        language: sum(words[word] / shared[word] for word in set(small.words.split()))
-        + sum(text.count(letter) for letter in small.letters) / 3
-        for language, small in _SMALL[script].items()
+        language: sum(words[word] / shared[word] for word in frequent)
+        + sum(map(text.count, letters)) / 3
+        for language, (letters, frequent) in _SMALL[script].items()
     }
     best, second = sorted(scores, key=lambda each: -scores[each])[:2]
     return best if scores[best] > scores[second] else None
