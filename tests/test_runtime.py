@@ -18,7 +18,7 @@ from agentrl.model.text.calls import pythonic_calls
 from agentrl.runtime import MAX_ATTEMPTS, kill_group, parse_python, retry, signal_group, start_group
 from agentrl_math.calculator import calculate
 from agentrl_rewards.code import read_tests
-from agentrl_rewards.withheld import withhold
+from agentrl_rewards.withheld_tests import withhold
 
 
 async def threshold() -> int:
