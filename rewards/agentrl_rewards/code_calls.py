@@ -432,6 +432,10 @@ def _calculate(name: str, left: Any, right: Any) -> Any:
     return result
 
 
+def _forwarded(name: str) -> Any:
+    return lambda self, *args, **kwargs: self._peer.ask(name, self, *args, **kwargs)
+
+
 def _conversion(name: str) -> Any:
     return lambda self, *args: _convert(self, name, *args)
 
@@ -476,9 +480,6 @@ class Remote:
             return next(each for each in CONTAINERS if each.__name__ == self._container)
         return Remote if self._scalar is None else type(self._scalar)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._peer.ask("call", self, *args, **kwargs)
-
     def __instancecheck__(self, instance: Any) -> bool:
         return bool(self._peer.ask("isinstance", instance, self))
 
@@ -495,31 +496,14 @@ class Remote:
             return iter(plain)
         return remote_iterator(_convert(self, "iter"))
 
-    def __next__(self) -> Any:
-        return _convert(self, "next")
-
-    def __getitem__(self, item: Any) -> Any:
-        return self._peer.ask("getitem", self, item)
-
-    def __setitem__(self, item: Any, value: Any) -> None:
-        self._peer.ask("setitem", self, item, value)
-
-    def __delitem__(self, item: Any) -> None:
-        self._peer.ask("delitem", self, item)
-
-    def __neg__(self) -> Any:
-        return self._peer.ask("neg", self)
-
-    def __invert__(self) -> Any:
-        return self._peer.ask("invert", self)
-
-    def __enter__(self) -> Any:
-        return self._peer.ask("enter", self)
+    __call__, __getitem__ = map(_forwarded, ("call", "getitem"))
+    __setitem__, __delitem__ = map(_forwarded, ("setitem", "delitem"))
+    __enter__, __neg__, __invert__ = map(_forwarded, ("enter", "neg", "invert"))
 
     def __exit__(self, kind: Any, error: Any, _: object) -> Any:
         return self._peer.ask("exit", self, kind, error, None)
 
-    __abs__, __bool__, __complex__ = map(_conversion, ("abs", "bool", "complex"))
+    __abs__, __bool__, __complex__, __next__ = map(_conversion, ("abs", "bool", "complex", "next"))
     __float__, __format__, __hash__ = map(_conversion, ("float", "format", "hash"))
     __index__, __int__, __len__ = map(_conversion, ("index", "int", "len"))
     __repr__, __reversed__, __round__ = map(_conversion, ("repr", "reversed", "round"))

@@ -24,7 +24,7 @@ import inspect
 import logging
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +50,6 @@ REWARDS = {
     "format": "agentrl_rewards.style:format",
     "length": "agentrl_rewards.style:length",
     "repetition": "agentrl_rewards.style:repetition",
-    "gibberish": "agentrl_rewards.style:gibberish",
     "code": "agentrl_rewards.code:code",
     "remote_rm": "agentrl_rewards.remote:remote_rm",
     "llm_judge": "agentrl_rewards.judge:llm_judge",
@@ -91,20 +90,6 @@ class TurnReward:
 
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True, frozen=True)
-class RunnerStatus:
-    """Counts since the runner was made."""
-
-    num_calls: int
-    """Completed calls of reward functions."""
-    num_failed: int
-    """Calls that ended in a `GraderError`."""
-    failures: dict[str, int]
-    """Function name -> number of failed calls."""
-    alarm: bool
-    """True if more than ALARM_FRACTION of the last WINDOW calls failed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -181,8 +166,7 @@ class RewardRunner:
         self.deadline_s = deadline_s
         self._free = asyncio.Semaphore(max_concurrency)
         self._recent: deque[bool] = deque(maxlen=WINDOW)
-        self._num_calls = 0
-        self._failures: Counter[str] = Counter()
+        self._num_failed = 0
         self._alarm = False
 
     async def score(self, answer: RewardInput) -> RewardResult:
@@ -202,23 +186,12 @@ class RewardRunner:
         Returns:
             One result per answer, in the same order; an error for each answer without a reward.
         """
-        calls = [
-            self._call_group(function, answers)
-            if function.is_group
-            else self._call_each(function, answers)
-            for function in self._functions
-        ]
+        calls = [self._outcomes(function, answers) for function in self._functions]
         by_function = await asyncio.gather(*calls)
         return [
             self._combine(answer, [outcomes[index] for outcomes in by_function])
             for index, answer in enumerate(answers)
         ]
-
-    def status(self) -> RunnerStatus:
-        """Returns the counts so far."""
-        return RunnerStatus(
-            self._num_calls, self._failures.total(), dict(self._failures), self._alarm
-        )
 
     def _combine(
         self, answer: RewardInput, outcomes: Sequence[Scores | GraderError]
@@ -243,44 +216,33 @@ class RewardRunner:
         reward = sum(turn.reward for turn in turns)
         return RewardResult(reward, total, turns if answer.turns else ())
 
-    async def _call_each(
+    async def _outcomes(
         self, function: _Resolved, answers: Sequence[RewardInput]
     ) -> list[Scores | GraderError]:
-        return list(await asyncio.gather(*(self._call_one(function, a) for a in answers)))
-
-    async def _call_one(self, function: _Resolved, answer: RewardInput) -> Scores | GraderError:
-        outcome = await self._guarded(function, [answer])
-        if not isinstance(outcome, GraderError):
-            outcome = _read_outcome(function, outcome, len(answer.turns))
-        self._count(function.name, outcome)
-        return outcome
-
-    async def _call_group(
-        self, function: _Resolved, answers: Sequence[RewardInput]
-    ) -> list[Scores | GraderError]:
-        values = await self._guarded(function, answers)
-        if function.is_foreign and hasattr(values, "tolist"):
-            values = values.tolist()
-        outcomes: list[Scores | GraderError]
-        if isinstance(values, GraderError):
-            outcomes = [values] * len(answers)
-        elif (
-            not isinstance(values, Sequence)
-            or isinstance(values, str | bytes)
-            or len(values) != len(answers)
-        ):
-            error = GraderError(
-                f"reward function {function.name!r} returned {str(values)[:80]!r} for "
-                f"{len(answers)} samples; a group reward returns a list of as many numbers"
-            )
-            outcomes = [error] * len(answers)
+        """Calls a function for all answers and returns what it says of each."""
+        if function.is_group:
+            values = await self._guarded(function, answers)
+            if function.is_foreign and hasattr(values, "tolist"):
+                values = values.tolist()
+            if not isinstance(values, GraderError) and (
+                not isinstance(values, Sequence)
+                or isinstance(values, str | bytes)
+                or len(values) != len(answers)
+            ):
+                values = GraderError(
+                    f"reward function {function.name!r} returned {str(values)[:80]!r} for "
+                    f"{len(answers)} samples; a group reward returns a list of as many numbers"
+                )
+            if isinstance(values, GraderError):
+                values = [values] * len(answers)
         else:
-            outcomes = [
-                _read_outcome(function, value, len(answer.turns))
-                for value, answer in zip(values, answers, strict=True)
-            ]
+            values = await asyncio.gather(*(self._guarded(function, [each]) for each in answers))
+        outcomes = [
+            _read_outcome(function, value, len(answer.turns))
+            for value, answer in zip(values, answers, strict=True)
+        ]
         for outcome in outcomes:
-            self._count(function.name, outcome)
+            self._count(outcome)
         return outcomes
 
     async def _guarded(self, function: _Resolved, answers: Sequence[RewardInput]) -> Any:
@@ -315,22 +277,20 @@ class RewardRunner:
                 failure.__cause__ = error
                 return failure
 
-    def _count(self, name: str, outcome: Scores | GraderError) -> None:
+    def _count(self, outcome: Scores | GraderError) -> None:
+        """Logs once when more than ALARM_FRACTION of the last WINDOW calls have failed."""
         failed = isinstance(outcome, GraderError)
-        self._num_calls += 1
+        self._num_failed += failed - (len(self._recent) == WINDOW and self._recent[0])
         self._recent.append(failed)
-        if failed:
-            self._failures[name] += 1
-        num_failed = sum(self._recent) if failed or self._alarm else 0
-        alarm = num_failed > ALARM_FRACTION * max(len(self._recent), MIN_WINDOW)
+        alarm = self._num_failed > ALARM_FRACTION * max(len(self._recent), MIN_WINDOW)
         if alarm and not self._alarm:
             logger.error(
                 "%d of the last %d reward calls failed; those answers have no reward. Last: %s",
-                num_failed,
+                self._num_failed,
                 len(self._recent),
                 outcome,
             )
-        self._alarm = alarm if failed or self._alarm else False
+        self._alarm = alarm
 
 
 def resolve(name: str) -> RewardFunction:
@@ -428,6 +388,8 @@ def _prepare(
 def _read_outcome(function: _Resolved, value: Any, num_turns: int) -> Scores | GraderError:
     """Validates a function's result for one answer: scores of the whole answer or of each turn."""
     name = function.name
+    if isinstance(value, GraderError):
+        return value
     if function.is_foreign and value is None:
         return {}
     if function.is_foreign and isinstance(value, Mapping):

@@ -1,13 +1,11 @@
-"""Rewards for a text's form: tags, length, repetition, gibberish. All take linear time.
+"""Rewards for a text's form: tags, length, repetition. All take linear time.
 
 They judge the reasoning too: `whole_text`, which the runner passes, takes the place of `text`.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from typing import Literal
 
 from agentrl.types import JSON
@@ -114,37 +112,3 @@ def repetition(text: str, reference: JSON = None, *, n: int = 4, whole_text: str
         return 0.0
     distinct = len(set(zip(*(words[i:] for i in range(n)), strict=False)))
     return distinct / num_grams - 1.0
-
-
-_WORD = re.compile(r"[^\W\d_]+")
-_RUN = re.compile(r"(\S)\1{9,}")
-
-
-def gibberish(text: str, reference: JSON = None, *, whole_text: str = "") -> float:
-    """Penalises gibberish: -1 for text that is all gibberish, 0 if there is no sign of it.
-
-    Returns minus the largest of four measures, which are 0 for prose, code and mathematics: the
-    fraction of replacement, control and private-use characters; the fraction of text in runs of ten
-    or more of the same character; the fraction of letters in words longer than 30; and, for texts
-    of at least 50 characters, how far the entropy of the characters falls below 2 bits. A heuristic
-    that detects a collapsed policy; it does not judge quality.
-    """
-    text = whole_text or text
-    if not text.strip():
-        return 0.0
-    size = len(text)
-    odd = sum(
-        char == "\ufffd" or "\ue000" <= char <= "\uf8ff" or (char < " " and char not in "\t\n\r")
-        for char in text
-    )
-    runs = sum(len(match[0]) for match in _RUN.finditer(text) if match[1] not in "-=_*#.~|")
-    words = _WORD.findall(text)
-    letters = sum(map(len, words))
-    # Long runs of letters are normal in scripts without spaces between words.
-    long = sum(len(word) for word in words if len(word) > 30 and word.isascii())
-    signs = [odd / size, runs / size, long / letters if letters else 0.0]
-    if size >= 50:
-        shares = [count / size for count in Counter(text).values()]
-        entropy = -sum(share * math.log2(share) for share in shares)
-        signs.append(1.0 - min(entropy, 2.0) / 2.0)
-    return -min(1.0, max(signs))

@@ -67,7 +67,6 @@ async def test_group_rewards_see_all_samples():
     bad = RewardRunner([always_short_list])
     results = await bad.score_group([RewardInput("a"), RewardInput("b")])
     assert all(isinstance(result, GraderError) for result in results)
-    assert bad.status().num_failed == 2
 
 
 def by_turn(text, reference, *, turns):
@@ -109,16 +108,16 @@ async def test_a_group_reward_may_reward_every_turn():
 
 
 @pytest.mark.parametrize(
-    ("function", "turns", "message"),
+    ("function", "turns"),
     [
-        (wrong_length, TURNS, "returned 3 rewards for 2 turns"),
-        (turns_and_a_text, TURNS, "not a finite number"),
-        (always([1.0]), TURNS[:1], "`turns`"),
-        (always([1.0, 2.0]), TURNS, "`turns`"),
+        (wrong_length, TURNS),
+        (turns_and_a_text, TURNS),
+        (always([1.0]), TURNS[:1]),
+        (always([1.0, 2.0]), TURNS),
     ],
 )
-async def test_a_list_that_does_not_fit_the_turns_is_a_grader_error(function, turns, message):
-    with pytest.raises(GraderError, match=message):
+async def test_a_list_that_does_not_fit_the_turns_is_a_grader_error(function, turns):
+    with pytest.raises(GraderError):
         await RewardRunner([function]).score(RewardInput("x", turns=turns))
 
 
@@ -187,9 +186,6 @@ async def test_failures_are_grader_errors_and_never_0(function, message):
     with pytest.raises(GraderError, match=message):
         await runner.score(RewardInput("a", "a"))
     assert time.monotonic() - start < 2.0
-    status = runner.status()
-    assert (status.num_calls, status.num_failed) == (2, 1)
-    assert list(status.failures) == [function.__name__]
 
 
 async def test_the_alarm_rises_above_one_percent_and_is_said_once(caplog):
@@ -199,19 +195,17 @@ async def test_the_alarm_rises_above_one_percent_and_is_said_once(caplog):
     with caplog.at_level(logging.ERROR, logger="agentrl.rewards"):
         runner = RewardRunner([fails_on_x])
 
-        async def score(good, bad):
+        async def num_alarms(good, bad):
             texts = ["a"] * good + ["x"] * bad
             await runner.score_group([RewardInput(text) for text in texts])
-            return runner.status().alarm
+            return len(caplog.records)
 
-        assert not await score(5, 1)  # one failure alone is no alarm
-        assert not await score(194, 1)  # 2 of 201
-        assert await score(0, 1)  # 3 of 202
-        assert await score(0, 5)
-        assert not await score(1000, 0)  # they left the window
-        assert runner.status().num_failed == 8
-    assert len(caplog.records) == 1
-    assert "have no reward" in caplog.text and "ZeroDivisionError" in caplog.text
+        assert await num_alarms(5, 1) == 0  # one failure alone is no alarm
+        assert await num_alarms(194, 1) == 0  # 2 of 201
+        assert await num_alarms(0, 1) == 1  # 3 of 202
+        assert await num_alarms(0, 5) == 1
+        assert await num_alarms(1000, 0) == 1  # they left the window
+        assert await num_alarms(0, 11) == 2
 
 
 async def test_concurrency_is_bounded_and_waiting_costs_no_deadline():
