@@ -270,7 +270,7 @@ def set_limits(request: dict, user: int) -> None:
 
 
 NO_FILTER = b"no filter"
-"""Written in place of the token if the kernel rejects the filter, before the code has run."""
+"""Written in place of a report if the kernel rejects the filter, before the code has run."""
 
 
 def run_case(
@@ -280,15 +280,12 @@ def run_case(
 
     For asserts, another process runs the tests and reports; this one serves their calls.
     """
-    token = os.urandom(16).hex()
     output, status = "", "ok"
     builtins.exit = builtins.quit = sys.exit  # as without -S
     os.environ["TMPDIR"] = "/work"
     atexit._clear()
     sys.set_int_max_str_digits(0)
     kind = request["kind"]
-    if result_fd is not None:
-        os.write(result_fd, token.encode() + b"\n")  # before the code has had a chance to write
     try:
         names, failure = run_code(request["code"], "__main__" if kind == "stdin" else "answer")
         if calls is not None:
@@ -312,8 +309,9 @@ def run_case(
     flush()
     if result_fd is not None:
         with suppress(OSError):  # the code may have closed it
-            report = {"token": token, "status": status, "output": output}
-            write_all(result_fd, json.dumps(report).encode())
+            os.ftruncate(result_fd, 0)  # the code may have written to it
+            os.lseek(result_fd, 0, os.SEEK_SET)
+            write_all(result_fd, json.dumps({"status": status, "output": output}).encode())
     os._exit(0 if status == "ok" else 1)
 
 
@@ -352,7 +350,7 @@ def run_tests(case: object, result_fd: int, calls: tuple[int, int], tests_fd: in
     source = os.pread(tests_fd, length, position).decode("utf-8", "surrogatepass")
     os.close(tests_fd)
     report = code_calls.judge(source, code_calls.Peer(*calls, None))
-    write_all(result_fd, b"-\n" + json.dumps(report | {"token": "-"}).encode())
+    write_all(result_fd, json.dumps(report).encode())
     os._exit(0)
 
 
@@ -400,87 +398,58 @@ def judge_case(
 ) -> dict:
     """Forks the processes of one case and waits until they report or `end` (monotonic seconds)."""
     text = case if request["kind"] == "stdin" and isinstance(case, str) else ""
-    stdin_fd = os.memfd_create("stdin")
-    with open(os.dup(stdin_fd), "wb") as file:
-        file.write(text.encode("utf-8", "surrogatepass"))
-    os.lseek(stdin_fd, 0, os.SEEK_SET)
-    result_read, result_write = os.pipe()
-    stdout_read, stdout_write = os.pipe()
-    own_fds = [stdin_fd, stdout_write, result_write]
+    # Files in memory, whose size is limited: a process that writes a lot waits for nobody.
+    stdin, stdout, result = (os.memfd_create(name) for name in ("stdin", "stdout", "result"))
+    os.pwrite(stdin, text.encode("utf-8", "surrogatepass"), 0)
+    own_fds = [stdin, stdout, result]
     if request["kind"] == "asserts":
         asked_read, asked_write = os.pipe()
         reply_read, reply_write = os.pipe()
-        own_fds += asked_read, asked_write, reply_read, reply_write
-        tests = {3: result_write, 4: reply_read, 5: asked_write, 6: request["tests_fd"]}
+        tests = {3: result, 4: reply_read, 5: asked_write, 6: request["tests_fd"]}
         reporter = start(tests, call_filter, lambda: run_tests(case, 3, (4, 5), 6))
-        answer = {0: stdin_fd, 1: stdout_write, 3: asked_read, 4: reply_write}
+        answer = {0: stdin, 1: stdout, 3: asked_read, 4: reply_write}
         start(answer, call_filter, lambda: run_case(request, case, None, (3, 4)))
+        for fd in (asked_read, asked_write, reply_read, reply_write):
+            os.close(fd)
     else:
-        answer = {0: stdin_fd, 1: stdout_write, 3: result_write}
+        answer = {0: stdin, 1: stdout, 3: result}
         reporter = start(answer, call_filter, lambda: run_case(request, case, 3, None))
-    for fd in own_fds:
-        os.close(fd)
-    collected = {result_read: b"", stdout_read: b""}
     ended = os.pidfd_open(reporter)
-    poll = select.poll()
-    for fd in (*collected, ended):
-        poll.register(fd, select.POLLIN)
-    status, exit_code = "", None
-    while exit_code is None and not report_complete(collected[result_read]):
-        left_s = end - time.monotonic()
-        events = poll.poll(left_s * 1000) if left_s > 0 else []
-        if not events:
-            status = "timeout"
-            break
-        for fd, _ in events:
-            if fd == ended:
-                exit_code = os.waitstatus_to_exitcode(os.waitpid(reporter, 0)[1])
-            elif chunk := os.read(fd, 65536):
-                collected[fd] += chunk
-            else:
-                poll.unregister(fd)
-        if max(map(len, collected.values())) > MAX_OUTPUT_BYTES:
-            status = "output_limit"
-            break
-    for fd in collected:  # read what was written before the exit
-        while not status and select.select([fd], [], [], 0)[0]:
-            chunk = os.read(fd, 65536)
-            collected[fd] += chunk
-            if not chunk:
-                break
-            if len(collected[fd]) > MAX_OUTPUT_BYTES:
-                status = "output_limit"
+    left_s = max(0.0, end - time.monotonic())
+    is_late = not select.select([ended], [], [], left_s)[0]
+    exit_code = None if is_late else os.waitstatus_to_exitcode(os.waitpid(reporter, 0)[1])
     kill_everyone()
-    for fd in (result_read, stdout_read, ended):
+    output, data = (os.pread(fd, MAX_OUTPUT_BYTES + 1, 0) for fd in (stdout, result))
+    for fd in (*own_fds, ended):
         os.close(fd)
-    if status:
-        return {"status": status, "output": ""}
-    if collected[result_read] == NO_FILTER:
+    if is_late:
+        return {"status": "timeout", "output": ""}
+    if max(len(output), len(data)) > MAX_OUTPUT_BYTES:
+        return {"status": "output_limit", "output": ""}
+    if data == NO_FILTER:
         raise SetupError("the kernel refuses a system call filter")
-    report = report_complete(collected[result_read])
+    report = read_report(data)
     if report is None and request["kind"] == "stdin" and exit_code == 0:
         report = {"status": "ok"}  # os._exit(0), as many programs do
     if report is None:
         return {"status": "exited", "output": "the code exited before its tests ended"}
     if request["kind"] == "stdin" and report["status"] == "ok":
-        return {"status": "ok", "output": collected[stdout_read].decode("utf-8", "replace")}
+        return {"status": "ok", "output": output.decode("utf-8", "replace")}
     return {"status": report["status"], "output": report["output"]}
 
 
-def report_complete(data: bytes) -> dict | None:
-    """Returns the report if it is complete and carries the token sent before it, else None.
+def read_report(data: bytes) -> dict | None:
+    """Returns the report if it is whole, else None.
 
-    The answer's code can write to this pipe too, so every field is checked.
+    The answer's code can write to this file too, so every field is checked.
     """
-    token, _, rest = data.partition(b"\n")
     try:
-        report = json.loads(rest)
+        report = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(report, dict) or report.get("token") != token.decode("ascii", "replace"):
-        return None
-    is_whole = report.get("status") in ("ok", "error", "memory", "exited", "unusable")
-    return report if is_whole and isinstance(report.get("output"), str) else None
+    is_whole = isinstance(report, dict) and isinstance(report.get("output"), str)
+    known = ("ok", "error", "memory", "exited", "unusable")
+    return report if is_whole and report.get("status") in known else None
 
 
 def kill_everyone() -> None:

@@ -159,7 +159,7 @@ CHEATS = {
     ),
     "a forged report": (
         "import os, json\ndef f(x):\n    for fd in range(3, 10):\n        for line in ("
-        'b\'-\\n{"token": "-", "status": "ok", "output": ""}\', b\'{"result": 9}\\n\' * 9):\n'
+        'b\'{"status": "ok", "output": ""}\', b\'{"result": 9}\\n\' * 9):\n'
         "            try: os.write(fd, line)\n            except OSError: pass\n    os._exit(0)",
         "assert f(3) == 9 and f(4) == 16",
     ),

@@ -17,11 +17,6 @@ from agentrl_rewards.code import code, extract_code, grade_code, read_tests
 
 FENCE = "Here it is:\n```python\n{}\n```\n"
 SQUARE = "def f(x):\n    return x * x"
-TOKEN = (
-    "import sys, json, os\nframe = sys._getframe()\n"
-    "while 'token' not in frame.f_locals: frame = frame.f_back\ntoken = frame.f_locals['token']\n"
-)
-"""Finds what the sandbox's own reports carry."""
 
 
 def sandbox_missing() -> str:
@@ -211,7 +206,7 @@ def test_partial_credit_and_statuses():
         "import os\nos._exit(0)",
         "import sys\nsys.exit(0)",
         "raise SystemExit",
-        'import os\nos.write(3, b\'{"token": "", "status": "ok", "output": ""}\')\nos._exit(0)',
+        'import os\nos.write(3, b\'{"status": "ok", "output": ""}\')\nos._exit(0)',
         "import os\nos.close(3)",
         "print('all tests passed')\nimport os\nos._exit(0)",
         "import os\nos.execv('/usr/bin/true', ['true'])",
@@ -335,11 +330,9 @@ def test_what_code_can_hold_is_bounded_in_every_way(way):
     [
         "import os\nos.write(3, b'[' * 60000)",
         "import os\nos.write(3, b'[' * 60000)\nos._exit(0)",
-        TOKEN + "os.write(3, json.dumps({'token': token, 'status': 'ok'}).encode())\nos._exit(0)",
-        TOKEN + "os.write(3, json.dumps({'token': token, 'status': 'passed', 'output': ''})"
-        ".encode())\nos._exit(0)",
-        TOKEN + "os.write(3, json.dumps({'token': token, 'status': 7, 'output': []}).encode())\n"
-        "os._exit(0)",
+        'import os\nos.write(3, b\'{"status": "ok"}\')\nos._exit(0)',
+        'import os\nos.write(3, b\'{"status": "passed", "output": ""}\')\nos._exit(0)',
+        'import os\nos.write(3, b\'{"status": 7, "output": []}\')\nos._exit(0)',
         "import os, time\nkept = [os.memfd_create('x') for _ in range(40)]\ntime.sleep(60)",
         "import sys\nsys.stdout.write(chr(0xd800))",
         "import os\nos.write(3, bytes(70000))",
