@@ -1,53 +1,14 @@
-"""Multiple choice: shuffles the options with a seed and reads the letter that was chosen.
+"""Multiple choice: reads the letter that a text chooses.
 
-question = shuffle_choices(["Paris", "Rome", "Oslo", "Bern"], correct=0, seed="task-17")
-question.text            # "(A) Oslo\\n(B) Paris\\n..."
-gpqa("... Answer: B", question.letter)
+    gpqa("... Answer: B", "B")             # 1.0
 """
 
 from __future__ import annotations
 
-import random
 import re
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from agentrl_rewards.inputs import without_reasoning
-
-
-@dataclass(slots=True, frozen=True)
-class ShuffledChoices:
-    """A question's options in another order."""
-
-    text: str
-    """One line `(A) option` per option, for the prompt."""
-    letter: str
-    """The correct option's letter: the reference for `gpqa`."""
-    order: tuple[int, ...]
-    """`order[i]` is the original index of the option at position i."""
-
-
-def shuffle_choices(choices: Sequence[str], *, correct: int, seed: int | str) -> ShuffledChoices:
-    """Puts the options in an order that depends on `seed` alone, not on the process.
-
-    Seed it with the task's id, so that every sample of a task sees the same order.
-
-    Raises:
-        ValueError: there are fewer than 2 or more than 26 options, or `correct` is out of range.
-    """
-    if not 2 <= len(choices) <= 26 or not 0 <= correct < len(choices):
-        raise ValueError(
-            f"{len(choices)} options with correct = {correct}: give 2 to 26 options and the index "
-            "of one of them"
-        )
-    order = list(range(len(choices)))
-    random.Random(str(seed)).shuffle(order)
-    lines = [f"({string.ascii_uppercase[i]}) {choices[j]}" for i, j in enumerate(order)]
-    return ShuffledChoices(
-        "\n".join(lines), string.ascii_uppercase[order.index(correct)], tuple(order)
-    )
-
 
 # Possessive quantifiers throughout: a long run of spaces is scanned once, without backtracking.
 _OPENING = r"\s*+(?:\*\*|[(\[{$\"'`]|\\text(?:bf)?\{|\\mathrm\{|\\boxed\{)*+"

@@ -145,15 +145,6 @@ def test_a_function_may_reward_every_turn(added):
     assert sample.turn_rewards.tolist() == [1.0, 0.5 + own]
 
 
-def test_a_list_of_another_length_than_the_turns_is_an_error_of_that_trajectory():
-    def steps(text, reference, *, turns):
-        return [1.0, 2.0]
-
-    [trajectory], _ = play(lambda *_: "end", GroupScorer([steps]))
-    assert trajectory.error and trajectory.error.code == "grader_error"
-    assert "returned 2 rewards for 1 turns" in trajectory.error.message
-
-
 def test_a_failure_takes_one_trajectory_out_of_the_gradient_and_is_counted():
     def picky(text, reference):
         if text == "end 1":

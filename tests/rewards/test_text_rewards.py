@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import GraderError
-from agentrl_rewards.choice import extract_choice, gpqa, shuffle_choices
+from agentrl_rewards.choice import extract_choice, gpqa
 from agentrl_rewards.instructions import CONSTRAINTS, follows, ifeval
 from agentrl_rewards.recipes import dapo, deepscaler
 from agentrl_rewards.style import format, length, repetition
@@ -77,26 +77,6 @@ from agentrl_rewards.style import format, length, repetition
 def test_extract_choice(text, letter):
     assert extract_choice(text) == letter
     assert gpqa(text, "B") == float(letter == "B")
-
-
-@given(st.lists(st.text(min_size=1, max_size=5), min_size=2, max_size=26), st.integers(), st.data())
-def test_shuffled_choices_keep_track_of_the_right_one(choices, seed, data):
-    correct = data.draw(st.integers(0, len(choices) - 1))
-    shuffled = shuffle_choices(choices, correct=correct, seed=seed)
-    assert sorted(shuffled.order) == list(range(len(choices)))
-    assert shuffled.order["ABCDEFGHIJKLMNOPQRSTUVWXYZ".index(shuffled.letter)] == correct
-    assert f"({shuffled.letter}) {choices[correct]}" in shuffled.text
-    assert shuffled == shuffle_choices(choices, correct=correct, seed=seed)
-
-
-def test_shuffles_are_the_same_everywhere_and_differ_by_seed():
-    orders = [shuffle_choices("wxyz", correct=0, seed=f"task-{n}").order for n in range(400)]
-    assert orders[0] == (0, 3, 1, 2)  # a changed shuffle would change every prompt
-    assert len(set(orders)) == 24
-    firsts = [order.index(0) for order in orders]
-    assert all(70 <= firsts.count(position) <= 130 for position in range(4))
-    with pytest.raises(ValueError, match="options"):
-        shuffle_choices(["one"], correct=0, seed=0)
 
 
 @pytest.mark.parametrize(
