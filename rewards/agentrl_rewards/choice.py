@@ -1,6 +1,6 @@
 """Multiple choice: reads the letter that a text chooses.
 
-    gpqa("... Answer: B", "B")             # 1.0
+gpqa("... Answer: B", "B")             # 1.0
 """
 
 from __future__ import annotations
