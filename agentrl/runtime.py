@@ -1,4 +1,4 @@
-"""Runs coroutines, retries calls, starts processes that certainly end, and parses Python.
+"""Runs coroutines, retries calls, starts processes that certainly end, parses Python, writes files.
 
 The event loop of runs and servers is uvloop's, where there is one. `start_group` starts a command
 at the head of a session and process group of its own, and `kill_group` ends all of that group. A
@@ -22,6 +22,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -135,6 +136,16 @@ async def retry(
                 raise
         await asyncio.sleep(wait_s)
         pause_s = min(2 * pause_s, max_pause_s)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file so that a kill, or a full disk, leaves either the old one or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def start_group(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

@@ -35,7 +35,7 @@ OF_THE_CLOCK = ("time/", "sync/", "train/tokens_per_s", "rollout/tokens_per_s")
 """Beginnings of metrics that measure time, or depend on it."""
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, frozen=True)
 class Difference:
     """The first value that differs."""
 
@@ -175,6 +175,11 @@ def played_again(run: Path, step: int) -> str:
 
 # the parts of a step ------------------------------------------------------------------------------
 
+_TRAINED = "equal episodes, trained on differently: [objective], [train], torch or the device"
+_UPDATE = (
+    "equal episodes and advantages: the update itself differs ([train], torch, the device, or the "
+    "optimizer's state before it)"
+)
 _GRADING = "equal tokens, graded differently: the reference in the data, the grader or a package"
 MEANS = {
     "whether it was played": "another number of groups or members, or another order of tasks",
@@ -200,21 +205,19 @@ def _trajectories(first: Path, second: Path, step: int) -> Difference | None:
     """Returns the difference that the others of the step may follow from: of the earliest turn, as
     a round of sampling batches one turn of all trajectories."""
     one, other = (_played(run, step) for run in (first, second))
-    found: list[tuple[int, int, str, Difference]] = []
+    found = []
     for name in sorted({*one, *other}):
         if name in one and name in other:
             different = _in_trajectory(one[name], other[name])
         else:
             different = -1, "", "whether it was played", name in one, name in other
         if different is not None:
-            turn, place, quantity, a, b = different
-            where = f"trajectory {name}{place}"
-            means = MEANS[quantity]
-            difference = Difference(
-                step=step, where=where, quantity=quantity, first=a, second=b, means=means
-            )
-            found.append((turn, [*MEANS].index(quantity), name, difference))
-    return min(found, key=lambda each: each[:3])[3] if found else None
+            found.append((name, *different))
+    if not found:
+        return None
+    order = [*MEANS]
+    name, _, place, quantity, a, b = min(found, key=lambda e: (e[1], order.index(e[3]), e[0]))
+    return Difference(step, f"trajectory {name}{place}", quantity, a, b, MEANS[quantity])
 
 
 def _in_trajectory(a: Trajectory, b: Trajectory) -> tuple[int, str, str, Any, Any] | None:
@@ -232,10 +235,7 @@ def _in_trajectory(a: Trajectory, b: Trajectory) -> tuple[int, str, str, Any, An
         if unequal.any():
             token = int(unequal.argmax())
             place, turn = f", row {number}, token {token}", left.turn_ids[token]
-            (mask, id_a, logprob_a), (mask_b, id_b, logprob_b) = (
-                rows[0][:, token],
-                rows[1][:, token],
-            )
+            (mask, id_a, logprob_a), (mask_b, id_b, logprob_b) = (each[:, token] for each in rows)
             if mask != mask_b:
                 author = {1: "the policy", 0: "the environment"}
                 return turn, place, "who wrote the token", author[mask], author[mask_b]
@@ -277,24 +277,16 @@ def _signals(first: Path, second: Path, step: int) -> Difference | None:
                 if left is None or right is None or np.array_equal(left, right, equal_nan=True):
                     continue
                 token = int(((left != right) & ~(np.isnan(left) & np.isnan(right))).argmax())
-                return Difference(
-                    step=step, where=f"trajectory {name}, row {a.row}, token {token}",
-                    quantity=f"the trainer's {quantity}", first=float(left[token]),
-                    second=float(right[token]),
-                    means="equal episodes, trained on differently: [objective], [train], torch or "
-                    "the device",
-                )  # fmt: skip
+                where = f"trajectory {name}, row {a.row}, token {token}"
+                values = float(left[token]), float(right[token])
+                return Difference(step, where, f"the trainer's {quantity}", *values, _TRAINED)
     return None
 
 
 def _metrics(one: Mapping[str, Any], other: Mapping[str, Any], step: int) -> Difference | None:
     for key in one:
         if key in other and one[key] != other[key] and not key.startswith(OF_THE_CLOCK):
-            return Difference(
-                step=step, where="metrics", quantity=key, first=one[key], second=other[key],
-                means="equal episodes and advantages: the update itself differs ([train], torch, "
-                "the device, or the optimizer's state before it)",
-            )  # fmt: skip
+            return Difference(step, "metrics", key, one[key], other[key], _UPDATE)
     return None
 
 
@@ -311,13 +303,13 @@ def _weights(first: Path, second: Path, step: int) -> Difference | None:
         place = int((a[:length] != b[:length]).argmax())
         tensor, element = _tensor_at(a, place)
         bits = f"{a[place] ^ b[place]:08b}".count("1")
-        return Difference(
-            step=step, where=f"{first.parent.name}/{first.name}/{name}",
-            quantity=f"byte {place}, in {tensor}{element}", first=int(a[place]),
-            second=int(b[place]),
-            means=f"{bits} of its bits differ, in a file that follows from equal values: it was "
-            "damaged or changed on the disk, or the update differs",
-        )  # fmt: skip
+        where = f"{first.parent.name}/{first.name}/{name}"
+        means = (
+            f"{bits} of its bits differ, in a file that follows from equal values: it was damaged "
+            "or changed on the disk, or the update differs"
+        )
+        what = f"byte {place}, in {tensor}{element}"
+        return Difference(step, where, what, int(a[place]), int(b[place]), means)
     return None
 
 

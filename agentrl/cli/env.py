@@ -26,6 +26,13 @@ Config = Annotated[
         "or a whole JSON object; repeatable."
     ),
 ]
+Url = Annotated[
+    str | None, Parameter(help="Play on this server, which has an environment of this id.")
+]
+Token = Annotated[
+    str | None,
+    Parameter(help="The server's token; by default the variable AGENTRL_ENV_TOKEN."),
+]
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 Seconds = Annotated[float, Parameter(validator=Number(gte=0, lt=3600))]
 
@@ -157,7 +164,7 @@ def check(
     *,
     config: Config = (),
     env: str | None = None,
-    token: str | None = None,
+    token: Token = None,
     only: tuple[str, ...] = (),
     skip: tuple[str, ...] = (),
     thorough: bool = False,
@@ -172,7 +179,6 @@ def check(
         target: A registered id, module:Class, path/to/env.py:Class, or the URL of a server that may
             be stressed.
         env: Environment of the server, if it has several.
-        token: The server's token; by default the variable AGENTRL_ENV_TOKEN.
         only: Run only this check; repeatable.
         skip: Leave this check out; repeatable.
         thorough: Play many more episodes, which may take minutes.
@@ -230,8 +236,8 @@ def attack(
     /,
     *,
     config: Config = (),
-    url: str | None = None,
-    token: str | None = None,
+    url: Url = None,
+    token: Token = None,
     split: str | None = None,
     tasks: Positive = 8,
     success: float = 1.0,
@@ -245,8 +251,6 @@ def attack(
     1 if a cheater is paid in full on half of the tasks.
 
     Args:
-        url: Play on this server, which has an environment of this id.
-        token: The server's token; by default the variable AGENTRL_ENV_TOKEN.
         split: Task split; test, or the first where there is no such split.
         tasks: Number of tasks, from the first.
         success: Reward that counts as paid in full.
@@ -257,44 +261,33 @@ def attack(
     from rich.console import Console
     from rich.table import Table
 
-    from agentrl.config import RunConfig
-    from agentrl.env.client import connect
-    from agentrl.evaluate.red_team import Paid, play_cheaters
+    from agentrl.evaluate.red_team import attack_environment
 
-    settings = _read_config(config)
-
-    async def played() -> list[Paid]:
-        client = connect(url, token=token)
-        try:
-            splits = (await client.info(id, settings)).splits
-            chosen = split or ("test" if "test" in splits else next(iter(splits), "test"))
-            run = RunConfig.model_validate(
-                {
-                    "model": {"path": "cheaters"},  # no model acts
-                    "env": {"id": id, "config": settings},
-                    "eval": {"split": chosen, "num_tasks": tasks, "success_threshold": success},
-                }
-            )
-            return await play_cheaters(run, client)
-        finally:
-            await client.aclose()
-
-    found = asyncio.run(played())
+    found = asyncio.run(
+        attack_environment(
+            id,
+            _read_config(config),
+            url=url,
+            token=token,
+            split=split,
+            num_tasks=tasks,
+            success=success,
+        )
+    )
     if json_:
         for each in found:
             print(json.dumps(dataclasses.asdict(each) | {"is_paid": each.is_paid}))
         return int(any(each.is_paid for each in found))
-    table = Table(box=None, pad_edge=False)
-    for name in ("cheater", "mean reward", "paid in full", "failed"):
-        table.add_column(name, justify="left" if name == "cheater" else "right")
+    table = Table("cheater", box=None, pad_edge=False)
+    for name in ("mean reward", "paid in full", "failed"):
+        table.add_column(name, justify="right")
     for each in found:
         failed = ", ".join(f"{count} {code}" for code, count in each.errors.items())
         full = f"{each.num_full} of {each.num_tasks}"
         style = "bold red" if each.is_paid else None
         table.add_row(each.name, f"{each.average:.3g}", full, failed, style=style)
     Console().print(table)
-    paid = [each.name for each in found if each.is_paid]
-    if paid:
+    if paid := [each.name for each in found if each.is_paid]:
         print(f"\npaid without work: {', '.join(paid)}; mend the grader before you train on it")
     return int(bool(paid))
 
@@ -305,8 +298,8 @@ def play(
     /,
     *,
     config: Config = (),
-    url: str | None = None,
-    token: str | None = None,
+    url: Url = None,
+    token: Token = None,
     split: str | None = None,
     index: int = 0,
     seed: int = 0,
@@ -317,8 +310,6 @@ def play(
     arguments, a tool's name and a JSON object, or text. The exit status is 1 if you gave up.
 
     Args:
-        url: Play on this server, which has an environment of this id.
-        token: The server's token; by default the variable AGENTRL_ENV_TOKEN.
         split: Task split; the first if not given.
         index: Index of the task in the split.
         seed: Seed of the environment's randomness.
@@ -541,7 +532,6 @@ def run(
         reap: Only remove leftover containers of agentrl processes that have ended.
     """
     import secrets
-    import signal
 
     from agentrl.env.container import serve as containers
     from agentrl.env.container.engine import connect
@@ -560,42 +550,18 @@ def run(
     if reap:
         print(f"{len(removed)} leftover containers removed")
         return 0
-    secret = token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     assert target is not None
-    image = containers.find_image(target)
-    servers: list[containers.Server] = []
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        for number in range(count):
-            servers.append(
-                containers.start_server(
-                    image,
-                    token=secret,
-                    port=port + number if port else 0,
-                    memory=memory,
-                    cpus=cpus,
-                    max_processes=pids,
-                    network=network,
-                )
-            )
-        for server in servers:
-            containers.wait_until_healthy(server, ready_timeout)
-        print(f"serving {image} at {' '.join(server.url for server in servers)}")
-        print(f"{TOKEN_VARIABLE}={secret}", flush=True)
-        return containers.follow(servers)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        # Ignore further signals, or containers could be left behind.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        containers.stop_servers(servers)
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, before)
+    return containers.serve(
+        containers.find_image(target),
+        count,
+        port=port,
+        token=token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24),
+        ready_timeout_s=ready_timeout,
+        memory=memory,
+        cpus=cpus,
+        max_processes=pids,
+        network=network,
+    )
 
 
 def _read_config(entries: Sequence[str]) -> dict[str, Any]:

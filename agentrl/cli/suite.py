@@ -7,6 +7,7 @@ stopped, and `agentrl regrade` and `agentrl compare` read any of them.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,6 @@ from agentrl.evaluate.compare import compare
 from agentrl.evaluate.episodes import CONFIG_FILE, SUITE_FILE, plays_again, read_evaluation
 from agentrl.evaluate.statistics import Estimate
 from agentrl.types import JSON, Trajectory
-
-_NAMES = "names are of letters, digits, '.', '-' and '_'"
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,11 +74,11 @@ def _tables(path: Path, data: Mapping[str, Any], kind: str) -> dict[str, dict[st
     named: dict[str, dict[str, Any]] = {}
     for table in tables:
         name = str(table.get("name", ""))
-        if (
-            not name.strip(".")
-            or not name.replace("-", "").replace("_", "").replace(".", "").isalnum()
-        ):
-            raise ConfigError(f"{path}: [[{kind}]] name = {name!r}; {_NAMES}")
+        if not re.fullmatch(r"(?![.]+$)[\w.-]+", name):
+            raise ConfigError(
+                f"{path}: [[{kind}]] name = {name!r}; names are of letters, digits, '.', '-' and "
+                "'_'"
+            )
         if name in named:
             raise ConfigError(f"{path}: two [[{kind}]] are named {name!r}")
         named[name] = table
@@ -151,17 +150,10 @@ def _comparisons(suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]
                 paired, _ = compare(played[first, benchmark], played[model, benchmark])
             except DataError:
                 continue  # fewer than two tasks with a reward in both
+            figures = {name: getattr(paired, name) for name in ("low", "high", "p_value")}
             rows.append(
-                {
-                    "benchmark": benchmark,
-                    "model": model,
-                    "against": first,
-                    "difference": paired.value,
-                    "low": paired.low,
-                    "high": paired.high,
-                    "p_value": paired.p_value,
-                    "shown": str(paired),
-                }
+                {"benchmark": benchmark, "model": model, "against": first, "shown": str(paired)}
+                | {"difference": paired.value, **figures}
             )
     return list(rows)
 
@@ -177,58 +169,50 @@ def figure_of(cell: Mapping[str, Any]) -> tuple[str, Estimate | None]:
     return "avg@k", None
 
 
-def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Returns the result as tables: a title, headings and rows of texts."""
+def as_markdown(result: Mapping[str, Any]) -> str:
+    """Returns the result as tables in Markdown."""
     cells = {(cell["model"], cell["benchmark"]): cell for cell in result["cells"]}
-    names = {b: figure_of(cells[result["models"][0], b])[0] for b in result["benchmarks"]}
     scores = [
-        [model, *(_score(cells[model, benchmark]) for benchmark in result["benchmarks"])]
+        {"model": model}
+        | {
+            f"{name} ({figure_of(cells[result['models'][0], name])[0]})": _score(cells[model, name])
+            for name in result["benchmarks"]
+        }
         for model in result["models"]
     ]
-    spent = [
-        [
-            cell["model"],
-            cell["benchmark"],
-            f"{cell['num_samples']}",
-            f"{cell['num_failed']}",
-            f"{cell['tokens_read']:,.0f}",
-            f"{cell['tokens_sampled']:,.0f}",
-            f"{cell['seconds'] / max(cell['num_samples'], 1):.2f}",
-        ]
-        for cell in result["cells"]
-    ]
     compared = [
-        [
-            row["benchmark"],
-            f"{row['model']} - {row['against']}",
-            row["shown"],
-            f"{row['p_value']:.3g}",
-        ]
+        {
+            "benchmark": row["benchmark"],
+            "models": f"{row['model']} - {row['against']}",
+            "difference": row["shown"],
+            "p": f"{row['p_value']:.3g}",
+        }
         for row in result["comparisons"]
     ]
-    headings = [f"{benchmark} ({names[benchmark]})" for benchmark in result["benchmarks"]]
-    made = [
-        ("Mean reward, 95% interval over tasks", ["model", *headings], scores),
-        (
-            "Differences, task by task; p of a permutation test",
-            ["benchmark", "models", "difference", "p"],
-            compared,
-        ),
-        (
-            "Spent",
-            [
-                "model",
-                "benchmark",
-                "samples",
-                "failed",
-                "tokens read",
-                "tokens sampled",
-                "s per episode",
-            ],
-            spent,
-        ),
+    spent = [
+        {
+            "model": cell["model"],
+            "benchmark": cell["benchmark"],
+            "samples": cell["num_samples"],
+            "failed": cell["num_failed"],
+            "tokens read": f"{cell['tokens_read']:,.0f}",
+            "tokens sampled": f"{cell['tokens_sampled']:,.0f}",
+            "s per episode": f"{cell['seconds'] / max(cell['num_samples'], 1):.2f}",
+        }
+        for cell in result["cells"]
     ]
-    return [table for table in made if table[2]]
+    tables = {
+        "Mean reward, 95% interval over tasks": scores,
+        "Differences, task by task; p of a permutation test": compared,
+        "Spent": spent,
+    }
+    return "\n".join(_table(title, rows) for title, rows in tables.items() if rows)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    written = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+    lines = [f"| {' | '.join(map(str, row))} |\n" for row in written]
+    return f"{title}\n\n{''.join(lines)}"
 
 
 def _score(cell: Mapping[str, Any]) -> str:
@@ -236,15 +220,6 @@ def _score(cell: Mapping[str, Any]) -> str:
     if estimate is None:
         return "all failed"
     return str(estimate) + (f" ({cell['num_failed']} failed)" if cell["num_failed"] else "")
-
-
-def as_markdown(result: Mapping[str, Any]) -> str:
-    """Returns the tables as Markdown."""
-    parts = []
-    for title, headings, rows in tables(result):
-        lines = [f"| {' | '.join(row)} |" for row in (headings, ["---"] * len(headings), *rows)]
-        parts.append(f"{title}\n\n" + "\n".join(lines) + "\n")
-    return "\n".join(parts)
 
 
 def suite_command(path: Path, out: Path, *, as_json: bool) -> int:

@@ -11,9 +11,10 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError, DataError
@@ -26,6 +27,7 @@ from agentrl.rollout.log import (
     step_file,
     step_files,
 )
+from agentrl.runtime import write_whole
 from agentrl.types import Trajectory
 
 CONFIG_FILE = "config.toml"
@@ -118,7 +120,7 @@ class EpisodeLog:
                 raise ConfigError(f"{self.folder} holds a training run: choose another --out")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write(self.folder / CONFIG_FILE, config.to_toml())
+            write_whole(self.folder / CONFIG_FILE, config.to_toml().encode())
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be written: {error.strerror}") from error
         folders = [self.folder] if shard else [folder, *sorted(folder.glob("shard_*_of_*"))]
@@ -205,7 +207,7 @@ def _require_same(file: Path, config: RunConfig) -> None:
         for section, keys in now.items()
         if isinstance(keys, dict)
         for key, value in keys.items()
-        if key not in _MAY_DIFFER.get(section, ()) and value != _at(before, section, key)
+        if key not in _MAY_DIFFER.get(section, ()) and value != value_at(before, section, key)
     ]
     if other:
         raise ConfigError(
@@ -214,15 +216,10 @@ def _require_same(file: Path, config: RunConfig) -> None:
         )
 
 
-def _at(data: dict, section: str, key: str) -> object:
-    found = data.get(section)
-    return found.get(key) if isinstance(found, dict) else None
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+def value_at(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """Returns the value of a key in a configuration's tables; None where it has none."""
+    table = config.get(section)
+    return table.get(key) if isinstance(table, dict) else None
 
 
 def by_group(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:

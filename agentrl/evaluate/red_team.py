@@ -6,13 +6,14 @@ policy. An environment that pays one of them teaches a policy to become one.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config import RunConfig
-from agentrl.env.client import EnvClient
+from agentrl.env.client import EnvClient, connect
 from agentrl.evaluate.measure import evaluate
 from agentrl.images import content_text
 from agentrl.rollout.metrics import error_codes
@@ -249,6 +250,36 @@ async def play_cheaters(
             )
         )
     return found
+
+
+async def attack_environment(
+    env_id: str,
+    env_config: Mapping[str, Any],
+    *,
+    url: str | None,
+    token: str | None,
+    split: str | None,
+    num_tasks: int,
+    success: float,
+) -> list[Paid]:
+    """Plays every cheater on an environment of this process, or of the server at `url`.
+
+    Args:
+        split: None for `test`, or the first where there is no such split.
+        success: reward that counts as paid in full.
+
+    Raises:
+        ConfigError: the environment is unknown or misconfigured.
+    """
+    async with contextlib.aclosing(connect(url, token=token)) as client:
+        splits = (await client.info(env_id, dict(env_config))).splits
+        split = split or ("test" if "test" in splits else next(iter(splits), "test"))
+        tables = {
+            "model": {"path": "cheaters"},  # no model acts
+            "env": {"id": env_id, "config": env_config},
+            "eval": {"split": split, "num_tasks": num_tasks, "success_threshold": success},
+        }
+        return await play_cheaters(RunConfig.model_validate(tables), client)
 
 
 def red_team_metrics(paid: list[Paid], name: str = "") -> dict[str, float]:

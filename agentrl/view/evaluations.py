@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.errors import DataError
+from agentrl.evaluate.episodes import value_at
 from agentrl.rollout.log import TrajectoryEntry
 from agentrl.view.curves import number
 from agentrl.view.groups import grouped
@@ -40,9 +41,8 @@ def _described(run: RunFiles) -> dict[str, Any]:
         counts = {name: int(result[name]) for name in ("num_tasks", "num_failed")}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error!r}") from None
-    config = run.config()
-    env, evaluation = config.get("env", {}), config.get("eval", {})
-    model, benchmark = run.cell or (run.path.name, f"{env.get('id')}, {evaluation.get('split')}")
+    env, split = (value_at(run.config(), *key) for key in (("env", "id"), ("eval", "split")))
+    model, benchmark = run.cell or (run.path.name, f"{env}, {split}")
     return {
         "id": run.id,
         "path": str(run.path),
@@ -135,6 +135,5 @@ def _right(share: float | None) -> bool:
 
 
 def _threshold(run: RunFiles) -> float:
-    evaluation = run.config().get("eval")
-    told = evaluation.get("success_threshold") if isinstance(evaluation, dict) else None
+    told = value_at(run.config(), "eval", "success_threshold")
     return float(told) if isinstance(told, int | float) else 1.0

@@ -7,9 +7,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from annotated_types import Ge, Interval
+from pydantic import BaseModel
 
 from agentrl.errors import DataError
 from agentrl.images import shown_text
@@ -79,9 +81,11 @@ SORTS: dict[str, Callable[[Group], Any]] = {
 }
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Query:
-    """The filter and the order of groups. Empty fields do not filter."""
+Count = Annotated[int, Ge(0)]
+
+
+class Query(BaseModel, frozen=True):
+    """The filter and the order of groups, as a page asks for them. Empty fields do not filter."""
 
     step: int | None = None
     sort: str = "advantage"
@@ -92,10 +96,26 @@ class Query:
     task_id: str = ""
     """The whole of it."""
     text: str = ""
-    offset: int = 0
-    limit: int = 20
-    searched: int = 0
+    offset: Count = 0
+    limit: Annotated[int, Interval(ge=1, le=100)] = 20
+    searched: Count = 0
     """Groups that a search for `text` has behind it."""
+    pick: str = ""
+    """Trajectories to export whatever else is asked, by step and offset: `3.0,3.412`."""
+
+    def picked(self) -> set[tuple[int, int]]:
+        """Returns the steps and offsets of `pick`.
+
+        Raises:
+            DataError: it holds something else.
+        """
+        try:
+            pairs = [tuple(map(int, each.split("."))) for each in self.pick.split(",") if each]
+            return {(step, offset) for step, offset in pairs}
+        except ValueError:
+            raise DataError(
+                f"pick={self.pick}: steps and offsets are expected, such as 3.0,3.412"
+            ) from None
 
 
 def find_groups(run: RunFiles, query: Query) -> dict[str, Any]:
@@ -139,17 +159,14 @@ def _found(everything: Sequence[Group], query: Query) -> list[Group]:
     return sorted(found, key=SORTS[query.sort])
 
 
-def wanted_entries(
-    run: RunFiles, query: Query, picked: Sequence[tuple[int, int]] = ()
-) -> Iterator[TrajectoryEntry]:
-    """Yields the trajectories picked by step and offset, or else every trajectory that matches the
-    query, in the order of their groups.
+def wanted_entries(run: RunFiles, query: Query) -> Iterator[TrajectoryEntry]:
+    """Yields the trajectories that were picked, or else every trajectory that matches the query, in
+    the order of their groups.
 
     Raises:
-        DataError: the query names an unknown sort or filter.
+        DataError: the query names an unknown sort or filter, or `pick` cannot be read.
     """
-    if picked:
-        chosen = set(picked)
+    if chosen := query.picked():
         yield from (entry for entry in run.entries() if (entry.step, entry.offset) in chosen)
         return
     matches, text = _matcher(query), query.text.lower()

@@ -12,7 +12,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +20,7 @@ from urllib.parse import urlencode
 
 from agentrl.errors import DataError
 from agentrl.images import IMAGES_FOLDER, ImageStore
+from agentrl.runtime import write_whole
 from agentrl.view import trajectory
 from agentrl.view.diagnosis import diagnose
 from agentrl.view.escape import plain
@@ -44,13 +44,8 @@ def report_run(run_dir: str | Path) -> Path:
         DataError: there are no metrics, or a file is damaged.
     """
     folder = Path(run_dir)
-    page = report_html(_run(folder))
-    path, temporary = folder / "report.html", folder / ".report.html.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(page)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    path = folder / "report.html"
+    write_whole(path, report_html(_run(folder)).encode())
     return path
 
 

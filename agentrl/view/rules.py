@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.evaluate.episodes import value_at
 from agentrl.rollout.log import TrajectoryEntry, entry_of
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.scheduler import RolloutBatch
@@ -181,7 +182,7 @@ def _truncation(seen: Evidence) -> Verdict:
 def _limit(seen: Evidence, reason: str) -> str:
     """Returns the key that ends episodes for this reason, with its value where it is known."""
     key = LIMITS.get(reason, reason)
-    value = _at(seen.config, "rollout", key)
+    value = value_at(seen.config, "rollout", key)
     if key.startswith("max_"):
         return f"rollout.{key}" + (f" = {value}" if value is not None else "")
     return reason.replace("_", " ")
@@ -249,7 +250,11 @@ MISMATCH = {"float32": 0.005, "bfloat16": 0.05, "fp8": 0.1}
 def explained_mismatch(config: dict[str, Any]) -> tuple[str, float]:
     """Returns what rounds the most, and the mean difference between sampler and trainer, in nats
     per token, that it explains."""
-    rounds = _at(config, "inference", "quantization") or _at(config, "model", "dtype") or "float32"
+    rounds = (
+        value_at(config, "inference", "quantization")
+        or value_at(config, "model", "dtype")
+        or "float32"
+    )
     return rounds, MISMATCH[rounds]
 
 
@@ -461,7 +466,9 @@ def _test_fell(seen: Evidence) -> tuple[tuple[int, float], float] | None:
     if len(evals) < 2:
         return None
     best, (_, last) = max(evals, key=lambda point: point[1]), evals[-1]
-    tasks, samples = (_at(seen.config, "eval", name) for name in ("num_tasks", "samples_per_task"))
+    tasks, samples = (
+        value_at(seen.config, "eval", name) for name in ("num_tasks", "samples_per_task")
+    )
     count = (tasks if isinstance(tasks, int) else 64) * (samples if isinstance(samples, int) else 1)
     noise = 2 * math.sqrt(2 * max(best[1] * (1 - best[1]), 0.01) / count)
     train = series(seen.metrics, REWARD)
@@ -508,11 +515,6 @@ def _cheaters(seen: Evidence) -> Verdict:
     names = [key.rpartition("/")[2].replace("_", " ") for key, value in most.items() if value > 0]
     names = [each for each in names if each != "paid"]
     return Finding(f"{paid:g} paid without any work; rewarded: {', '.join(names)}")
-
-
-def _at(config: dict[str, Any], section: str, key: str) -> Any:
-    table = config.get(section)
-    return table.get(key) if isinstance(table, dict) else None
 
 
 def _over(seen: Evidence, key: str, limit: float, what: str) -> Verdict:

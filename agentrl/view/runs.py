@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.config import RunConfig
 from agentrl.config.sections import ModelSection
 from agentrl.errors import DataError
-from agentrl.evaluate.episodes import SUITE_FILE
+from agentrl.evaluate.episodes import SUITE_FILE, value_at
 from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.log import TrajectoryEntry
 from agentrl.view import glossary
@@ -166,7 +166,7 @@ class RunFiles:
     def summary(self) -> dict[str, Any]:
         """Returns the run's row in the table of runs."""
         config, metrics = self.config(), self.metrics()
-        num_steps = _at(config, "run", "num_steps")
+        num_steps = value_at(config, "run", "num_steps")
         status = read_status(self.path)
         step = metrics[-1]["step"] if metrics else 0
         if status["state"] == "unknown" and num_steps is not None and step >= num_steps:
@@ -180,8 +180,8 @@ class RunFiles:
             **{key: status[key] for key in ("state", "message", "time")},
             "step": step,
             "num_steps": num_steps,
-            "env": _at(config, "env", "id"),
-            "model": _at(config, "model", "path"),
+            "env": value_at(config, "env", "id"),
+            "model": value_at(config, "model", "path"),
             "preset": _objective(config),
             "rewards": binned([value for _, value in rewards], SPARKLINE_POINTS),
             "reward": number(metrics[-1].get(REWARD)) if metrics else None,
@@ -299,16 +299,11 @@ def _decoder(file: Path, _modified_ns: int) -> Decode | None:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _at(config: dict[str, Any], section: str, key: str) -> Any:
-    table = config.get(section)
-    return table.get(key) if isinstance(table, dict) else None
-
-
 def _objective(config: dict[str, Any]) -> str | None:
     """Returns the preset and the functions of the user's own that replace parts of it."""
-    values = {key: _at(config, "objective", key) for key in ("advantage", "loss")}
+    values = {key: value_at(config, "objective", key) for key in ("advantage", "loss")}
     own = [f"own {key}" for key, value in values.items() if value not in (None, "none")]
-    preset = _at(config, "objective", "preset")
+    preset = value_at(config, "objective", "preset")
     return ", ".join(filter(None, [preset, *own])) or None
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
 from agentrl import runtime
@@ -62,9 +62,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-Count = Annotated[int, Query(ge=0)]
 
 
 def make_app(
@@ -116,7 +113,7 @@ def make_app(
         return _json(runs.get(run).details())
 
     @app.get("/api/runs/{run}/metrics")
-    def metrics(run: str, after: Count = 0) -> Response:
+    def metrics(run: str, after: groups.Count = 0) -> Response:
         return _json(runs.get(run).curves(after))
 
     @app.get("/api/runs/{run}/diagnosis")
@@ -136,22 +133,22 @@ def make_app(
         return _json(evaluations.list_evaluations(runs.all()))
 
     @app.get("/api/evaluations/tasks")
-    def matrix(asked: Annotated[str, Query(alias="runs")], show: str = "all", offset: Count = 0):
+    def matrix(
+        asked: Annotated[str, Query(alias="runs")], show: str = "all", offset: groups.Count = 0
+    ):
         chosen = [runs.get(each) for each in asked.split(",") if each]
         return _json(evaluations.matrix(chosen, show, offset))
 
     @app.get("/api/runs/{run}/groups")
-    def find(run: str, query: Annotated[groups.Query, Depends(_query)]) -> Response:
+    def find(run: str, query: Annotated[groups.Query, Query()]) -> Response:
         return _json(groups.find_groups(runs.get(run), query))
 
     @app.get("/api/runs/{run}/export")
-    def export(
-        run: str, query: Annotated[groups.Query, Depends(_query)], pick: str = ""
-    ) -> Response:
+    def export(run: str, query: Annotated[groups.Query, Query()]) -> Response:
         files = runs.get(run)
-        picked = _picked(pick)
+        query.picked()
         groups.find_groups(files, query)  # a wrong question is refused before the answer begins
-        lines = trajectory.exported(files, groups.wanted_entries(files, query, picked))
+        lines = trajectory.exported(files, groups.wanted_entries(files, query))
         named = {"Content-Disposition": "attachment; filename=trajectories.jsonl"}
         return StreamingResponse(lines, media_type="application/jsonl", headers=named)
 
@@ -174,14 +171,19 @@ def make_app(
 
     @app.get("/api/runs/{run}/trajectories/{step}/{offset}/messages")
     def messages(
-        run: str, step: int, offset: int, row: int = 0, start: Count = 0, whole: bool = False
+        run: str, step: int, offset: int, row: int = 0, start: groups.Count = 0, whole: bool = False
     ) -> Response:
         held = cache.get(runs.get(run), step, offset)
         return _json(trajectory.messages(held, row, start, whole=whole))
 
     @app.get("/api/runs/{run}/trajectories/{step}/{offset}/tokens")
     def tokens(
-        run: str, step: int, offset: int, row: int = 0, start: Count = 0, count: Count = 1024
+        run: str,
+        step: int,
+        offset: int,
+        row: int = 0,
+        start: groups.Count = 0,
+        count: groups.Count = 1024,
     ) -> Response:
         files = runs.get(run)
         held = cache.get(files, step, offset)
@@ -259,44 +261,16 @@ def view_command(
     return 0
 
 
-def _query(
-    step: int | None = None,
-    sort: str = "advantage",
-    show: str = "all",
-    error: str = "",
-    task: str = "",
-    task_id: str = "",
-    text: str = "",
-    offset: Count = 0,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    searched: Count = 0,
-) -> groups.Query:
-    return groups.Query(
-        step=step, sort=sort, show=show, error=error, task=task, task_id=task_id, text=text,
-        offset=offset, limit=limit, searched=searched,
-    )  # fmt: skip
-
-
-def _picked(pick: str) -> list[tuple[int, int]]:
-    """Parses `3.0,3.412` into pairs of step and offset."""
-    try:
-        pairs = [tuple(map(int, each.split("."))) for each in pick.split(",") if each]
-        return [(step, offset) for step, offset in pairs]
-    except ValueError:
-        raise DataError(f"pick={pick}: steps and offsets are expected, such as 3.0,3.412") from None
-
-
 def _summary(run: RunFiles) -> dict[str, Any]:
     """Returns a run's row in the table; a damaged run gets a row with its error."""
     try:
         return run.summary()
     except DataError as error:
-        return {
-            "id": run.id, "name": run.path.name, "path": str(run.path), "state": "damaged",
-            "message": str(error), "time": None, "step": 0, "num_steps": None, "env": None,
-            "model": None, "preset": None, "rewards": [], "reward": None, "written": None,
-            "tokens": 0,
-        }  # fmt: skip
+        unknown = dict.fromkeys(
+            ("time", "num_steps", "env", "model", "preset", "reward", "held_out", "written")
+        )
+        about = {"id": run.id, "name": run.path.name, "path": str(run.path), "state": "damaged"}
+        return unknown | about | {"message": str(error), "step": 0, "rewards": [], "tokens": 0}
 
 
 def _refused(request: Request, token: str | None, plays: bool) -> Response | None:

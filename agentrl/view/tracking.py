@@ -17,14 +17,16 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, SupportsFloat
+from typing import Any, Literal, Self, SupportsFloat
 
 from agentrl.errors import ConfigError, DataError
+from agentrl.runtime import write_whole
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -36,11 +38,13 @@ NUM_NON_FINITE = "log/num_non_finite"
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 
 
-class Sink(Protocol):
+@dataclass(slots=True, frozen=True)
+class Sink:
     """A tracker that gets a copy of the metrics."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    log: Callable[[int, Mapping[str, float]], object]
+    """Called with a step and its finite metrics."""
+    close: Callable[[], object]
 
 
 class MetricsWriter:
@@ -78,17 +82,8 @@ class MetricsWriter:
                 f"{self.path} already holds the metrics of a run; continue it with --resume, or "
                 "choose another --run.dir"
             )
-        self._sinks = [
-            make_sink(
-                sink,
-                self.run_dir,
-                resume_step=resume_step,
-                name=name or self.run_dir.name,
-                project=project,
-                config=dict(config or {}),
-            )
-            for sink in sinks
-        ]
+        about = name or self.run_dir.name, project, dict(config or {})
+        self._sinks = [_open_sink(sink, self.run_dir, resume_step, *about) for sink in sinks]
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
@@ -290,127 +285,84 @@ def _truncate(path: Path, resume_step: int) -> None:
     new = b"".join(line + b"\n" for line in kept)
     if new == content:
         return
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(new)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_whole(path, new)
 
 
-def make_sink(
+def _open_sink(
     sink: SinkName,
     run_dir: Path,
-    *,
     resume_step: int | None,
     name: str,
     project: str,
     config: dict[str, JSON],
 ) -> Sink:
     """Opens a tracker under `run_dir`. See `MetricsWriter`."""
-    if sink == "tensorboard":
-        return TensorBoardSink(run_dir, resume_step)
-    if sink == "wandb":
-        return WandbSink(run_dir, resume_step, name, project, config)
-    if sink == "trackio":
-        return TrackioSink(run_dir, resume_step, name, project, config)
-    raise ConfigError(
-        f"track.sinks: unknown sink {sink!r}; there are 'tensorboard', 'wandb' and 'trackio'"
-    )
+    if sink not in ("tensorboard", "wandb", "trackio"):
+        raise ConfigError(
+            f"track.sinks: unknown sink {sink!r}; there are 'tensorboard', 'wandb' and 'trackio'"
+        )
+    try:
+        if sink == "tensorboard":
+            return _tensorboard(run_dir, resume_step)
+        if sink == "wandb":
+            return _wandb(run_dir, resume_step, name, project, config)
+        return _trackio(resume_step, name, project, config)
+    except ImportError as error:
+        raise ConfigError(
+            f"track.sinks: {sink} is not installed ({error}); run pip install 'agentrl-gym[track]'"
+        ) from error
 
 
-class TensorBoardSink:
-    """Event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir`."""
+def _tensorboard(run_dir: Path, resume_step: int | None) -> Sink:
+    """Opens event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir`."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard", error) from error
-        # purge_step tells TensorBoard to hide what the killed run wrote after the checkpoint.
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=purge_step)
+    # purge_step tells TensorBoard to hide what the killed run wrote after the checkpoint.
+    purge_step = None if resume_step is None else resume_step + 1
+    writer = SummaryWriter(run_dir / "tensorboard", purge_step=purge_step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
+            writer.add_scalar(key, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+    return Sink(log, writer.close)
 
 
-class WandbSink:
-    """A wandb run whose identity is kept in `run_dir/wandb_id`, so that resuming continues it.
+def _wandb(
+    run_dir: Path, resume_step: int | None, name: str, project: str, config: dict[str, JSON]
+) -> Sink:
+    """Opens a wandb run whose identity is kept in `run_dir/wandb_id`, so that resuming continues
+    it.
 
     Every setting of wandb's own (WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, ...) holds. Only when no
     mode is set and nobody is logged in, it runs offline instead of asking on the terminal; `wandb
     sync` uploads it later.
     """
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(
-        self,
-        run_dir: Path,
-        resume_step: int | None,
-        name: str,
-        project: str,
-        config: dict[str, JSON],
-    ) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise _missing("wandb", error) from error
-        id_file = run_dir / "wandb_id"
-        if resume_step is None or not id_file.exists():
-            id_file.write_text(secrets.token_hex(8))
-        mode = None
-        if "WANDB_MODE" not in os.environ and wandb.api.api_key is None:
-            mode = "offline"
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            id=id_file.read_text().strip(),
-            dir=str(run_dir),
-            config=config,
-            resume="allow",
-            mode=mode,
-        )
-        # wandb's own step may not go back, which a resumed run does; its plots can use any key.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioSink:
-    """A trackio run, kept where trackio keeps its data (TRACKIO_DIR)."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        resume_step: int | None,
-        name: str,
-        project: str,
-        config: dict[str, JSON],
-    ) -> None:
-        try:
-            import trackio  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise _missing("trackio", error) from error
-        resume = "never" if resume_step is None else "allow"
-        self._run = trackio.init(project=project, name=name, config=config, resume=resume)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _missing(package: str, error: ImportError) -> ConfigError:
-    return ConfigError(
-        f"track.sinks: {package} is not installed ({error}); run pip install 'agentrl-gym[track]'"
+    id_file = run_dir / "wandb_id"
+    if resume_step is None or not id_file.exists():
+        id_file.write_text(secrets.token_hex(8))
+    is_set = "WANDB_MODE" in os.environ or wandb.api.api_key is not None
+    run = wandb.init(
+        project=project,
+        name=name,
+        id=id_file.read_text().strip(),
+        dir=str(run_dir),
+        config=config,
+        resume="allow",
+        mode=None if is_set else "offline",
     )
+    # wandb's own step may not go back, which a resumed run does; its plots can use any key.
+    run.define_metric("*", step_metric="step")
+    return Sink(lambda step, metrics: run.log({"step": step, **metrics}), run.finish)
+
+
+def _trackio(resume_step: int | None, name: str, project: str, config: dict[str, JSON]) -> Sink:
+    """Opens a trackio run, kept where trackio keeps its data (TRACKIO_DIR)."""
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    resume = "never" if resume_step is None else "allow"
+    run = trackio.init(project=project, name=name, config=config, resume=resume)
+    return Sink(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)

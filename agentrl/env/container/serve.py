@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.env.container.container import hardened
 from agentrl.env.container.engine import EngineError, connect, engine_errors, labels, remove
@@ -215,3 +216,39 @@ def follow(servers: list[Server]) -> int:
         pass
     print("agentrl: a container ended by itself; the others are stopped", file=sys.stderr)
     return 1
+
+
+def serve(
+    image: str, count: int, *, token: str, port: int, ready_timeout_s: float, **limits: Any
+) -> int:
+    """Serves an image from containers until SIGTERM, SIGINT or the end of one; returns the status.
+
+    Must be called in the main thread.
+
+    Args:
+        port: of the first container, the others have those after it; 0 takes free ones.
+        limits: further arguments of `start_server`.
+
+    Raises:
+        ConfigError, EnvUnavailable: see `start_server` and `wait_until_healthy`.
+    """
+    servers: list[Server] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for number in range(count):
+            own = port + number if port else 0
+            servers.append(start_server(image, token=token, port=own, **limits))
+        for server in servers:
+            wait_until_healthy(server, ready_timeout_s)
+        print(f"serving {image} at {' '.join(server.url for server in servers)}")
+        print(f"{TOKEN_VARIABLE}={token}", flush=True)
+        return follow(servers)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        # Ignore further signals, or containers could be left behind.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop_servers(servers)
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, before)
