@@ -80,7 +80,8 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("[rollout]\nmin_p = 0.1\n", [], ["min_p", "truncated_sampling = 'correct'"]),
         ("[inference]\nbackend = 'openai'\n", [], ["inference.urls"]),
         ("[rollout]\nmax_staleness = 1\n", [], ["max_staleness", "vllm"]),
-        ("[rollout]\nmin_group_size = 2\n", [], ["straggler_timeout_s"]),
+        ("[rollout]\nmin_group_size = 2\n", [], ["rollout.stragglers ="]),
+        ("[rollout]\nstragglers = [9, 5]\n", [], ["rollout.group_size = 8"]),
         ("[inference]\ntransfer = 'nccl'\n", [], ["inference.transfer", "vllm"]),
         (
             "[inference]\nbackend = 'sglang'\n[rollout]\non_update = 'wait'\n",

@@ -430,7 +430,10 @@ def _sections() -> list[str]:
 GONE = {
     "run.force_resume": 'set run.resume = "force"',
     "rollout.drop_zero_variance": 'set rollout.keep = ["zero_variance"]',
+    "rollout.min_group_size": "set rollout.stragglers = [min_group_size, straggler_timeout_s]",
+    "rollout.straggler_timeout_s": "set rollout.stragglers = [min_group_size, straggler_timeout_s]",
     "inference.align_rounding": "leave it out",
+    "train.max_nonfinite_steps": "leave it out; five skipped updates in a row end a run",
 }
 """Keys of older releases, and what to do instead."""
 

@@ -341,7 +341,7 @@ class RunConfig(Section):
                 "rollout.max_staleness above 0 samples meanwhile; set one of them to its default"
             )
         if self.inference.backend == "embedded":
-            for key in ("max_staleness", "oversample_groups", "min_group_size"):
+            for key in ("max_staleness", "oversample_groups", "stragglers"):
                 if getattr(self.rollout, key):
                     raise ValueError(
                         f"rollout.{key} needs inference.backend = 'vllm' or 'sglang': the "

@@ -403,12 +403,10 @@ class RolloutSection(Section):
     """Number of groups in flight beyond what a step needs. A step then takes the first ones that
     are ready, and groups too old for the next step are played again later. Faster, but biased
     towards short episodes. Needs servers."""
-    min_group_size: PositiveInt | None = None
-    """With `straggler_timeout_s`: once this many episodes of a group have ended, the others have
-    that long to end, too; then they are cancelled and the group is trained without them. Needs
-    servers."""
-    straggler_timeout_s: Seconds | None = None
-    """See `min_group_size`. Cancelling stragglers biases training towards short episodes."""
+    stragglers: tuple[PositiveInt, Seconds] | None = None
+    """`[6, 30.0]`: once 6 episodes of a group have ended, the others have 30 s to end, too; then
+    they are cancelled and the group is trained without them. Biases training towards short
+    episodes. Needs servers."""
 
     @field_validator("stop_strings", mode="before")
     @classmethod
@@ -462,14 +460,10 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _check_stragglers(self) -> RolloutSection:
-        if (self.min_group_size is None) != (self.straggler_timeout_s is None):
+        if self.stragglers is not None and self.stragglers[0] > self.group_size:
             raise ValueError(
-                "rollout.min_group_size and rollout.straggler_timeout_s need each other; set both"
-            )
-        if self.min_group_size is not None and self.min_group_size > self.group_size:
-            raise ValueError(
-                f"rollout.min_group_size = {self.min_group_size} exceeds rollout.group_size = "
-                f"{self.group_size}"
+                f"rollout.stragglers waits for {self.stragglers[0]} episodes of a group, which is "
+                f"more than rollout.group_size = {self.group_size}"
             )
         return self
 
@@ -744,8 +738,6 @@ class TrainSection(Section):
     """Passes over a batch of rollouts."""
     num_minibatches: Annotated[PositiveInt, DECISIVE] = 1
     """Optimizer steps per pass; groups are split evenly."""
-    max_nonfinite_steps: PositiveInt = 5
-    """Consecutive updates skipped for a non-finite gradient before the run stops."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
 
     @model_validator(mode="after")

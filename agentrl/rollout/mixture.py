@@ -101,6 +101,7 @@ class Mixture:
     def start(self, config: RunConfig, last_step: int) -> None:
         """Starts to play ahead, if the engine allows it."""
         rollout = config.rollout
+        least, straggler_timeout_s = rollout.stragglers or (None, None)
         for number, part in enumerate(self.parts):
             if part.scheduler.capacity is None:
                 continue
@@ -113,8 +114,8 @@ class Mixture:
                 keep=self._keep,
                 max_waves=rollout.max_waves,
                 oversample=rollout.oversample_groups,
-                min_group_size=rollout.min_group_size,
-                straggler_timeout_s=rollout.straggler_timeout_s,
+                min_group_size=least,
+                straggler_timeout_s=straggler_timeout_s,
             )
             part.stream.advance(last_step)
 

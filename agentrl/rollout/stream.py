@@ -291,7 +291,7 @@ class GroupStream:
                     trajectory.error.stage if trajectory.error else "generate",
                     "straggler",
                     f"{self._min_group_size} members of its group ended "
-                    f"{self._straggler_timeout_s} s (rollout.straggler_timeout_s) earlier",
+                    f"{self._straggler_timeout_s} s (rollout.stragglers) earlier",
                 )
         return [
             ended[episode.trajectory_id] for episode in episodes if episode.trajectory_id in ended

@@ -39,6 +39,8 @@ class Update:
     """Norm of the change of the weights, relative to that of the weights; None if not known."""
 
 
+MAX_NONFINITE = 5
+"""Updates in a row that are skipped for a gradient that is not finite, before the run stops."""
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -151,7 +153,7 @@ class Learner(Generic[Model]):
         """Applies the accumulated gradients and clears them. Every rank calls it.
 
         Raises:
-            TrainingError: `train.max_nonfinite_steps` gradients in a row were not finite.
+            TrainingError: `MAX_NONFINITE` gradients in a row were not finite.
         """
         for master in list(self._coming):
             self._take_in(master)
@@ -170,7 +172,7 @@ class Learner(Generic[Model]):
             self.num_skipped += 1
             self.num_skipped_in_a_row += 1
         self.optimizer.zero_grad(set_to_none=True)
-        if self.num_skipped_in_a_row >= self.config.max_nonfinite_steps:
+        if self.num_skipped_in_a_row >= MAX_NONFINITE:
             raise TrainingError(
                 f"{self.num_skipped_in_a_row} gradients in a row were not finite; lower "
                 f"{self.section}.learning_rate or inspect the saved batch"

@@ -112,8 +112,7 @@ async def mixture(
     if position is not None:
         made.restore(position)
     rollout = {
-        "max_waves": 1, "oversample_groups": 0, "min_group_size": None,
-        "straggler_timeout_s": None, "max_staleness": 2,
+        "max_waves": 1, "oversample_groups": 0, "stragglers": None, "max_staleness": 2,
     }  # fmt: skip
     made.start(
         SimpleNamespace(
