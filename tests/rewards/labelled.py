@@ -1,7 +1,4 @@
-"""Precision and recall of the math grader on a table of labelled pairs.
-
-python tests/rewards/labelled.py [heldout|development] [--errors]
-"""
+"""Precision and recall of the math grader on a table of labelled pairs."""
 
 from __future__ import annotations
 
@@ -25,24 +22,15 @@ class Pair:
     answer: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    precision: float
-    """Of what scored 1, the share that is right."""
-    recall: float
-    """Of what is right, the share that scored 1."""
-    errors: list[str]
-    """The pairs that were judged otherwise than labelled, or not at all."""
-
-
 def read_pairs(name: str) -> list[Pair]:
     with open(DATA / f"math_{name}.tsv", newline="") as file:
         rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
     return [Pair(kind, label == "1", reference, answer) for kind, label, reference, answer in rows]
 
 
-def judge(pairs: list[Pair], deadline_s: float = 20.0) -> Outcome:
-    """A grader that failed counts as a score of 0 and is listed."""
+def judge(pairs: list[Pair], deadline_s: float = 20.0) -> tuple[float, float, list[str]]:
+    """Returns precision, recall, and the pairs that were judged otherwise than labelled. A grader
+    that failed counts as a score of 0."""
 
     free = asyncio.Semaphore(4)  # a check's wait for a worker is bounded
 
@@ -67,16 +55,4 @@ def judge(pairs: list[Pair], deadline_s: float = 20.0) -> Outcome:
         for score, pair in zip(scores, pairs, strict=True)
         if score is None or bool(score) != pair.right
     ]
-    return Outcome(hits / num_ones, hits / sum(pair.right for pair in pairs), errors)
-
-
-if __name__ == "__main__":
-    name = next((each for each in sys.argv[1:] if not each.startswith("-")), "heldout")
-    pairs = read_pairs(name)
-    outcome = judge(pairs)
-    if "--errors" in sys.argv:
-        print("\n".join(outcome.errors))
-    print(
-        f"{name}: {len(pairs)} pairs, precision {outcome.precision:.4f}, "
-        f"recall {outcome.recall:.4f}, {len(outcome.errors)} errors"
-    )
+    return hits / num_ones, hits / sum(pair.right for pair in pairs), errors

@@ -99,178 +99,37 @@ def test_extraction_of_a_megabyte_is_linear(piece):
     assert time.process_time() - started < 2.5
 
 
-EQUIVALENT = [
-    # reference, answer
-    ("1000", r"1\,000"),
-    ("0.01", r"10^{-2}"),
-    ("1000", r"$10 ^ { 3 }$"),
-    ("1500", r"1.5 \times 10^{3}"),
-    ("2000000", "2 million"),
-    ("0.5", ".5"),
-    ("0.5", r"\frac12"),
-    ("2/3", "4/6"),
-    ("-1.5", r"-1\frac{1}{2}"),
-    ("0.5", "50%"),
-    ("1/2", r"50\%"),
-    ("50%", "50"),
-    ("50%", "0.5"),
-    ("7", "007"),
-    ("-5", "- 5"),
-    ("-5", "-$5"),
-    ("5", "+5"),
-    ("5", "5."),
-    ("5", "(5)"),
-    ("5", "$5$"),
-    ("5", r"\$5"),
-    ("5", "**5**"),
-    ("5", r"\(5\)"),
-    ("5", "x = 5"),
-    ("5", "= 5"),
-    ("18", "18 ducks per day."),
-    ("5", r"5\text{ cm}"),
-    ("5", r"5\,\mathrm{m}"),
-    ("50 km/h", "50 kilometers per hour"),
-    ("90", r"90^\circ"),
-    ("90°", r"90^{\circ}"),
-    ("Evelyn", r"\text{evelyn}"),
-    ("9" * 60, "9" * 60),
-    (r"\{\}", r"\varnothing"),
-    ("\u2205", r"\text{the empty set}"),
-    ("1 hour", "60 minutes"),
-    ("5 m", "5米"),
-    ("5", "5米"),
-    ("12个", "12"),
-    ("12", "12个苹果"),
-    ("30000", "3万元"),
-    ("3元", "3 yuan"),
-    ("60 km/h", "60千米每小时"),
-    ("50", "50平方厘米"),
-    ("the circle", "circle"),
-    ("a circle", "Circle"),
-    ("3 p.m.", "3 PM"),
-    ("3:00 p.m.", "3pm"),
-    ("x = 5", "X = 5"),
-    ("1000", "1 000"),
-    ("1000.99", "1,000.99€"),
-    ("0,111", "0.111"),
-    ("28%", "28 pct"),
-    ("11", r"x \approx 11"),
-    ("185", "185\\"),
-    (r"x \in [-2,5]", "x ∈ [-2,5]"),
-    ("1/3", r"0.\bar{3}"),
-]
-SYMBOLICALLY_EQUIVALENT = [
-    ("7*sin(pi*x/5)+1", r"7 \sin(\frac{\pi}{5}x) + 1"),
-    (r"\sin(2x)", "2sin(x)cos(x)"),
-    (r"e^{-x}", "exp(-x)"),
-    (r"1+\ln x", r"\operatorname{ln}(x) + 1"),
-    (r"\frac{\sqrt{3}}{2}", r"\sqrt(3)/2"),
-    ("3*e^[2*x]", r"3e^{2x}"),
-    (r"\frac{\pi}{2}", r"\pi/2"),
-    (r"5\sqrt{2}", r"\sqrt{50}"),
-    (r"5\sqrt{2}", r"5\sqrt{2}\text{ cm}"),
-    ("4", r"2\sqrt{4}"),
-    ("7", "3+4"),
-    ("1,2", "2, 1"),
-    (r"\{1,2\}", r"\{2,1\}"),
-    ("x>5", "5<x"),
-    (r"e^{x^2}", r"e^{x\cdot x}"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
-    (r"5\sqrt{2}", r"\\sqrt{50}"),
-    ("f(x) = 2x+3", "y = 3+2x"),
-    (r"3\sqrt{2}", r"3\sqrt{2}米"),
-]
+EXAMPLES = read_pairs("examples")
 
 
-@pytest.mark.parametrize(("reference", "answer"), EQUIVALENT)
-def test_equivalent_without_algebra(reference, answer):
-    result = grade(f"#### {answer}", reference, equivalence="numeric")
-    assert result.score == 1.0
-    assert result.method in ("exact", "text")
-
-
-@pytest.mark.parametrize(("reference", "answer"), SYMBOLICALLY_EQUIVALENT)
-def test_equivalent_by_algebra(reference, answer):
-    result = grade(f"\\boxed{{{answer}}}", reference)
-    assert (result.score, result.method) == (1.0, "symbolic")
+@pytest.mark.parametrize("pair", EXAMPLES, ids=lambda pair: f"{pair.kind}: {pair.answer[:20]}")
+def test_examples(pair):
+    equivalence = "numeric" if pair.kind == "numeric" else "symbolic"
+    result = grade(f"<answer>{pair.answer}</answer>", pair.reference, equivalence=equivalence)
+    assert result.score == pair.right
+    if pair.kind in ("numeric", "symbolic"):
+        assert (result.method == "symbolic") is (pair.kind == "symbolic")
+    else:  # and the reference itself would have scored
+        assert math_reward(f"\\boxed{{{pair.reference}}}", pair.reference) == 1.0
 
 
 WRONG = {
     # kind: (reference, the policy's whole text)
-    "off by one": ("18", "#### 19"),
-    "another variable's root": (r"m = \sqrt{5}", r"#### k = \sqrt{5}"),
-    "letters of a function": (r"\sin(x)", "#### nis(x)"),
-    "twice the sine": (r"\sin(2x)", "#### 2sin(x)"),
-    "another sign in exp": ("exp(x)", r"\boxed{e^{-x}}"),
-    "a list": ("32349", r"\boxed{32, 349}"),
-    "both of two boxes": ("2", r"\boxed{1} or \boxed{2}"),
-    "two boxes side by side": ("2", r"\boxed{1} \boxed{2}"),
-    "another currency": ("₹5", r"#### \$5"),
-    "cents for dollars": (r"\$75", "#### 75 cents"),
-    "Chinese scale": ("3元", "#### 3万元"),
-    "Chinese unit": ("5米", "#### 5厘米"),
-    "Chinese multiple": ("5", "#### 5倍"),
-    "Chinese fraction": ("5", "#### 5分之1"),
-    "rounded wrongly": ("1/12", "#### 0.0833343"),
-    "absolute value": ("|x|", "#### x"),
-    "another day": ("March 5th", "#### March 6th"),
-    "another half of the day": ("3 p.m.", "#### 3 a.m."),
-    "sign": ("18", "#### -18"),
-    "swapped digits": ("18", "#### 81"),
-    "decimal shift": ("18", "#### 1.8"),
-    "truncated number": ("1234", "#### 123"),
-    "extra digit": ("18", "#### 188"),
+    "both of two boxes": ("2", "\\boxed{1} or \\boxed{2}"),
+    "two boxes side by side": ("2", "\\boxed{1} \\boxed{2}"),
     "empty text": ("18", ""),
     "marker only": ("18", "#### "),
-    "empty box": ("18", r"\boxed{}"),
+    "empty box": ("18", "\\boxed{}"),
     "no marker": ("18", "The answer is 18."),
     "in the reasoning only": ("18", "<think>so #### 18</think>It was fun."),
-    "the last box is wrong": ("18", r"\boxed{18} no, \boxed{17}"),
-    "infinity in words": ("18", "#### infinity"),
-    "infinity in LaTeX": ("18", r"#### \infty"),
-    "nan": ("18", "#### nan"),
-    "unit only": ("18", "#### dollars"),
-    "list that holds it": ("3", "#### 1, 2, 3"),
-    "tight list that holds it": ("3", "#### 1,2,3"),
-    "numbers side by side": ("3", "#### 1 2"),
-    "range": ("5", "#### 5-10"),
-    "range in words": ("5", "#### 5 to 10"),
-    "open range": ("5", r"\boxed{5\text{ or more}}"),
-    "inequality": ("5", r"\boxed{x > 5}"),
-    "alternatives": ("5", "#### 5 or 6"),
-    "any number": ("5", "#### any number"),
-    "python code": ("5", "#### print(5)"),
-    "python literal": ("5", "#### int('5')"),
-    "huge number": ("18", "#### " + "9" * 400),
-    "huge power of ten": ("18", "#### 1e999999999"),
-    "tower of ten": ("18", "#### 10^10^10"),
-    "fullwidth digits": ("18", "#### \uff11\uff18"),
-    "arabic-indic digits": ("18", "#### \u0661\u0668"),
-    "superscript digit": ("9", "#### \u2079"),
-    "letter O for zero": ("10", "#### 1O"),
-    "percent of one half": ("0.5", "#### 0.5%"),
-    "half a percent": ("50%", "#### 0.5%"),
-    "rounded third": ("1/3", "#### 0.333333"),
-    "expression with another value": ("8", "#### 3+4"),
-    "with a variable": ("5", "#### 5x"),
-    "letter before": ("5", "#### a5"),
-    "scale word": ("5", "#### 5 million"),
-    "division by zero": ("1", "#### 1/0"),
-    "tuple in the wrong order": ("(1,2)", r"\boxed{(2,1)}"),
-    "another variable": ("x", r"\boxed{y}"),
-    "trivial equation": ("y=2x+1", r"\boxed{0=0}"),
-    "another choice": ("B", "#### (C)"),
-    "all choices": ("B", "#### A, B, C, D"),
+    "the last box is wrong": ("18", "\\boxed{18} no, \\boxed{17}"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_answers_score_zero(kind):
+def test_texts_that_state_another_answer_or_none_score_zero(kind):
     reference, text = WRONG[kind]
-    result = grade(text, reference)
-    assert result.score == 0.0
-    # and the reference itself would have scored
-    assert math_reward(f"\\boxed{{{reference}}}", reference) == 1.0
+    assert math_reward(text, reference) == 0.0
 
 
 def test_the_question_is_no_answer_where_a_literal_is_asked_for():
@@ -400,5 +259,5 @@ def test_a_comparison_that_raises_gives_no_reward_unless_the_answer_is_at_fault(
 @pytest.mark.slow
 @pytest.mark.parametrize("table", ["heldout", "forms", "forms_heldout", "fresh"])
 def test_precision_and_recall(table):
-    outcome = judge(read_pairs(table))
-    assert outcome.precision == 1.0 and outcome.recall >= 0.985, outcome.errors
+    precision, recall, errors = judge(read_pairs(table))
+    assert precision == 1.0 and recall >= 0.985, errors
