@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.evaluate.episodes import CONFIG_FILE, by_group, read_evaluation
+from agentrl.evaluate.episodes import CONFIG_FILE, groups_of, read_evaluation
 from agentrl.evaluate.measure import summarise
 from agentrl.evaluate.statistics import EvalStatistics
 from agentrl.images import IMAGES_FOLDER, ImageStore, content_parts
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.types import Group, Message, Trajectory
+from agentrl.types import Message, Trajectory
 
 
 def export_model(checkpoint: Path, out: Path, *, dtype: str) -> None:
@@ -67,9 +67,9 @@ def export_evaluation(folder: Path, path: Path) -> None:
         raise ConfigError(f"--out {path} exists already; remove it, or name another file")
     config, trajectories = read_evaluation(folder, images=True)
     store = ImageStore(folder / IMAGES_FOLDER)
-    groups = list(by_group(trajectories))
+    groups = groups_of(trajectories)
     created = datetime.fromtimestamp((folder / CONFIG_FILE).stat().st_mtime, UTC)
-    ids = [members[0].task_id for members in groups]
+    ids = [group.task_id for group in groups]
     spec = {
         "eval_id": hashlib.sha256(config.to_toml().encode()).hexdigest()[:22],
         "created": created.isoformat(timespec="seconds"),
@@ -81,11 +81,10 @@ def export_evaluation(folder: Path, path: Path) -> None:
     }
     samples = [
         _sample(trajectory, epoch, config.model.path, store)
-        for members in groups
-        for epoch, trajectory in enumerate(members, 1)
+        for group in groups
+        for epoch, trajectory in enumerate(group.trajectories, 1)
     ]
-    batch = RolloutBatch([Group(m[0].group_id, m[0].task_id, m) for m in groups], trajectories)
-    results = _results(trajectories, summarise(batch, config))
+    results = _results(trajectories, summarise(RolloutBatch(groups, trajectories), config))
     log = {"status": "success", "eval": spec, "results": results, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_eval_log(EvalLog.model_validate(log), str(path), format="eval")

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from agentrl.rollout.log import (
     step_files,
 )
 from agentrl.runtime import write_whole
-from agentrl.types import Trajectory
+from agentrl.types import Group, Trajectory
 
 CONFIG_FILE = "config.toml"
 SUITE_FILE = "played.toml"
@@ -222,9 +222,10 @@ def value_at(config: Mapping[str, Any], section: str, key: str) -> Any:
     return table.get(key) if isinstance(table, dict) else None
 
 
-def by_group(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Yields the trajectories of each group, in the order of the groups' first ones."""
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
-    yield from groups.values()
+def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
+    """Returns the groups of trajectories, in the order of their first ones."""
+    groups: dict[str, Group] = {}
+    for each in trajectories:
+        group = groups.setdefault(each.group_id, Group(each.group_id, each.task_id, []))
+        group.trajectories.append(each)
+    return [*groups.values()]

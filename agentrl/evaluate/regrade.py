@@ -12,11 +12,11 @@ from pathlib import Path
 from agentrl import runtime
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
-from agentrl.evaluate.episodes import CONFIG_FILE, by_group, read_evaluation
+from agentrl.evaluate.episodes import CONFIG_FILE, groups_of, read_evaluation
 from agentrl.evaluate.measure import summarise
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.rollout.setup import scorer_of
-from agentrl.types import JSON, Group, Trajectory
+from agentrl.types import JSON, Trajectory
 
 RESULT_FILE = "regrade.json"
 
@@ -61,7 +61,7 @@ def regrade(
         trajectory.reward = trajectory.metrics.get("reward", trajectory.reward)
 
     async def score_all() -> None:
-        await asyncio.gather(*(score(members) for members in by_group(graded)))
+        await asyncio.gather(*(score(group.trajectories) for group in groups_of(graded)))
 
     runtime.run(score_all())
     verdicts = [
@@ -106,6 +106,5 @@ def regrade_command(folder: Path, overrides: list[str], *, as_json: bool) -> int
 
 
 def _average(config: RunConfig, trajectories: Sequence[Trajectory]) -> float | None:
-    groups = [Group(m[0].group_id, m[0].task_id, m) for m in by_group(trajectories)]
-    statistics = summarise(RolloutBatch(groups, list(trajectories)), config)
+    statistics = summarise(RolloutBatch(groups_of(trajectories), list(trajectories)), config)
     return statistics.average.value if statistics else None

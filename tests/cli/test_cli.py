@@ -10,7 +10,15 @@ from agentrl.cli.main import add_plugins, app, main
 RUN = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml")
 COMMANDS = [
     *([], ["train"], ["eval"], ["sft"], ["view"], ["doctor"], ["env"], ["env", "list"]),
-    *(["env", "info"], ["env", "serve"], ["data"], ["data", "get"], ["swebench", "pull"]),
+    *(
+        ["env", "info"],
+        ["env", "serve"],
+        ["env", "build"],
+        ["env", "run"],
+        ["data"],
+        ["data", "get"],
+        ["swebench", "pull"],
+    ),
 ]
 
 
@@ -38,12 +46,14 @@ def test_train_help_lists_the_first_keys_or_every_key(option, capsys):
     assert shown == list(FIRST_KEYS if option == "--help" else valid_keys())
 
 
-def test_help_loads_no_torch_and_no_servers():
+@pytest.mark.parametrize("words", [["--help"], ["env", "--help"]])
+def test_help_loads_no_torch_and_no_servers(words):
     code = (
-        "import sys; sys.argv = ['agentrl', '--help']\n"
+        f"import sys; sys.argv = ['agentrl', *{words}]\n"
         "from agentrl.cli.main import main\n"
         "main()\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'aiohttp', 'pydantic'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'aiohttp', 'pydantic', 'numpy'}\n"
+        "heavy &= set(sys.modules)\n"
         "sys.exit(repr(heavy) if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

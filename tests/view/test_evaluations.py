@@ -6,10 +6,10 @@ from test_server import Client
 
 from agentrl.api import Evaluation
 from agentrl.config import load_config
-from agentrl.evaluate.episodes import SUITE_FILE, EpisodeLog, by_group
+from agentrl.evaluate.episodes import SUITE_FILE, EpisodeLog, groups_of
 from agentrl.evaluate.measure import summarise
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.types import Group, StopReason, TokenRow, Trajectory, TrajectoryError, Turn
+from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 from agentrl.view.evaluations import list_evaluations
 from agentrl.view.runs import RunFiles
 
@@ -44,7 +44,7 @@ def evaluation(folder: Path, rewards: dict[str, list[float | None]]) -> Path:
             played.append(trajectory)
     config = load_config({"env": {"id": "math"}, "model": {"path": "m"}, "eval": {"split": "test"}})
     EpisodeLog(folder, config).finish(played)
-    groups = [Group(m[0].group_id, m[0].task_id, m) for m in by_group(played)]
+    groups = groups_of(played)
     statistics = summarise(RolloutBatch(groups, played), config)
     result = Evaluation(groups, played, statistics).to_json()
     (folder / "eval.json").write_text(json.dumps(result))
