@@ -4,7 +4,7 @@ The event loop of runs and servers is uvloop's, where there is one. `start_group
 at the head of a session and process group of its own, and `kill_group` ends all of that group. A
 process that can only be forked, not started as a command, calls `die_with_parent` in the child. A
 process that leaves the group for a session of its own is out of reach: where that matters, the
-command runs in a PID namespace, in a container, or below `agentrl/inference/guard.py`.
+command runs in a PID namespace, in a container, or below the guard (`guarded`, `run_guarded`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import os
 import random
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
+_GUARD = str(Path(__file__).with_name("guard.py"))
 MAX_ATTEMPTS = 10
 _one_at_a_time = threading.Lock()
 _stops: list[Callable[[], object]] = []
@@ -180,6 +183,70 @@ def signal_group(leader_pid: int, number: int) -> None:
     """
     with suppress(ProcessLookupError):
         os.killpg(leader_pid, number)
+
+
+def guarded(command: Sequence[str], grace_s: float, python: str = sys.executable) -> list[str]:
+    """Returns a command that runs another one and ends every process that it started, detached or
+    not, when it ends, when this process ends, or when its standard input, a pipe, is closed.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL.
+        python: path of the Python that runs the guard.
+    """
+    # -I: the folder of the guard has modules whose names hide Python's own.
+    return [python, "-I", _GUARD, str(os.getpid()), str(grace_s), *command]
+
+
+async def run_guarded(
+    command: Sequence[str],
+    *,
+    grace_s: float,
+    timeout_s: float | None = None,
+    max_bytes: int = 1 << 20,
+    **options: Any,
+) -> tuple[int | None, bytes, bytes]:
+    """Runs a command below the guard until it ends, without input.
+
+    When this returns or is cancelled, every process that the command started has ended.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL where the command has to be ended.
+        timeout_s: seconds after which the command is ended; None: no limit.
+        max_bytes: only so many bytes at the end of the output, and of the errors, are returned.
+        options: as for `asyncio.create_subprocess_exec`.
+
+    Returns:
+        The exit status, None if the time was up; the output; and the errors.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *guarded(command, grace_s),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+            **options,
+        )
+        assert process.stdin is not None
+        status = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                status = await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if process.returncode is None:
+                process.stdin.close()
+                await process.wait()
+        return status, _tail(output, max_bytes), _tail(errors, max_bytes)
+
+
+def _tail(file: IO[bytes], max_bytes: int) -> bytes:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+    return file.read()
 
 
 def how_ended(status: int) -> str:

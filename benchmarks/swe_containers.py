@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 
-from agentrl.env.container.engine import Engine
 from agentrl.errors import AgentRLError
 from agentrl_swebench import images
 from agentrl_swebench.containers import InstanceContainer
@@ -38,12 +37,11 @@ async def measure(image: str, num_containers: int, num_commands: int) -> None:
             await asyncio.sleep(0.005)
             held_up = max(held_up, loop.time() - before - 0.005)
 
-    engine = Engine()
-    made = await images.scrubbed(engine, await images.resolve(engine, image))
+    made = await images.scrubbed(await images.resolve(image))
 
     async def ready() -> tuple[InstanceContainer, float]:
         started = time.perf_counter()
-        container = await InstanceContainer.start(engine, made.image_id, run_id="bench")
+        container = await InstanceContainer.start(made.image_id, run_id="bench")
         await check_scrubbed(container, made.base)
         return container, time.perf_counter() - started
 

@@ -26,7 +26,7 @@ SOURCES = {
     for package in (["agentrl"] if root == ROOT else [p.name for p in root.glob("agentrl_*")])
     for path in sorted((root / package).rglob("*.py"))
 }
-FOUNDATION = {"caller", "errors", "images", "runtime", "types", "user_modules"}
+FOUNDATION = {"caller", "errors", "guard", "images", "runtime", "types", "user_modules"}
 """Rooms of agentrl that all others may import from."""
 ALLOWED = {
     "env": set(),

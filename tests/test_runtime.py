@@ -15,7 +15,15 @@ import pytest
 
 from agentrl import runtime
 from agentrl.model.text.calls import pythonic_calls
-from agentrl.runtime import MAX_ATTEMPTS, kill_group, parse_python, retry, signal_group, start_group
+from agentrl.runtime import (
+    MAX_ATTEMPTS,
+    kill_group,
+    parse_python,
+    retry,
+    run_guarded,
+    signal_group,
+    start_group,
+)
 from agentrl_math.calculator import calculate
 from agentrl_rewards.code import read_tests
 from agentrl_rewards.withheld_tests import withhold
@@ -160,6 +168,28 @@ def test_a_leader_that_ended_leaves_its_group_to_be_killed():
         kill_group(process)
         until_dead(child)
     signal_group(process.pid, signal.SIGKILL)  # nobody is left, which is no error
+
+
+DETACHED = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+sys.stderr.write("said")
+time.sleep(float(sys.argv[1]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the guard reads /proc")
+@pytest.mark.parametrize(("sleep_s", "status"), [("0.5", 3), ("600", None)])
+async def test_of_a_guarded_command_nothing_is_left(sleep_s, status):
+    command = [sys.executable, "-c", DETACHED, sleep_s]
+    ended, output, errors = await run_guarded(command, grace_s=0.0, timeout_s=3.0)
+    assert (ended, errors) == (status, b"said")
+    assert not alive(int(output))
+    assert await run_guarded(["echo", "12345"], grace_s=0.0, max_bytes=3) == (0, b"45\n", b"")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")

@@ -2,7 +2,7 @@
 
 A server has its own virtual environment, because it pins its own torch, and listens on loopback
 only, because its control routes have no authentication. Every server runs below a guard process
-(see `guard.py`), so that none of its processes outlives this one, even after SIGKILL.
+(`runtime.guarded`), so that none of its processes outlives this one, even after SIGKILL.
 
 A server that dies or hangs is restarted on the same port. It starts with the weights on its disk;
 `ServerEngine.resync` sends it the current ones before its next request. Two parts can hang: the
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import socket
 import subprocess
@@ -34,11 +33,10 @@ from agentrl.inference.program import (
     share_of_devices,
 )
 from agentrl.inference.vllm_command import VLLM
-from agentrl.runtime import kill_group, retry, start_group
+from agentrl.runtime import guarded, kill_group, retry, run_guarded, start_group
 
 logger = logging.getLogger(__name__)
 
-GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.5
 """Seconds between two checks of a server."""
 HEALTH_TIMEOUT_S = 5.0
@@ -168,32 +166,23 @@ class ServerLauncher:
             "set --inference.python to the interpreter of a virtual environment with "
             f"{self._program.name} ({self._program.install})"
         )
-        try:
-            process = await asyncio.create_subprocess_exec(
-                python,
-                "-c",
-                self._program.ask_platform,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=self._environment,
-            )
-        except OSError as error:
-            raise InferenceError(f"cannot run {python} ({error.strerror}); {remedy}") from None
-        try:
-            async with asyncio.timeout(self._settings.startup_timeout_s):
-                stdout, stderr = await process.communicate()
-        except TimeoutError:
+        if shutil.which(python) is None:
+            raise InferenceError(f"cannot run {python} (no such program); {remedy}")
+        timeout_s = self._settings.startup_timeout_s
+        status, stdout, stderr = await run_guarded(
+            [python, "-c", self._program.ask_platform],
+            grace_s=0.0,
+            timeout_s=timeout_s,
+            env=self._environment,
+        )
+        if status is None:
             raise InferenceError(
-                f"{python} did not import {package} within {self._settings.startup_timeout_s:g} s; "
+                f"{python} did not import {package} within {timeout_s:g} s; "
                 "raise inference.startup_timeout_s"
-            ) from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-        if process.returncode != 0:
+            )
+        if status != 0:
             lines = stderr.decode(errors="replace").strip().splitlines()
-            reason = lines[-1] if lines else f"status {process.returncode}"
+            reason = lines[-1] if lines else f"status {status}"
             raise InferenceError(f"{python} cannot import {package} ({reason}); {remedy}")
         words = stdout.decode(errors="replace").split()[-2:]  # the import may print lines too
         return (words[0], int(words[1])) if len(words) == 2 else ("", 0)
@@ -216,8 +205,7 @@ class ServerLauncher:
             log.write(f"--- {' '.join(command)}\n".encode())
             log.flush()
             server.process = start_group(
-                # -I: the guard's folder has a module named `http`, which would hide Python's
-                [settings.python, "-I", str(GUARD), str(os.getpid()), str(GRACE_S), *command],
+                guarded(command, GRACE_S, settings.python),
                 stdin=subprocess.PIPE,  # the end of this process closes it, which ends the server
                 stdout=log,
                 stderr=subprocess.STDOUT,

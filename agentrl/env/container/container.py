@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import posixpath
 import re
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, Self
 
+from agentrl.env.container.box import MAX_STREAM_BYTES, Box, CommandResult, ProgramResult, Sink
 from agentrl.env.container.engine import (
     MAX_LIFE_S,
     Engine,
@@ -30,7 +32,7 @@ from agentrl.env.container.engine import (
     labels,
     remove,
 )
-from agentrl.env.container.output import Clip, Streams, take_frames
+from agentrl.env.container.output import take_frames
 from agentrl.env.container.system_calls import seccomp_options
 from agentrl.errors import EnvError
 
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 
 MAX_COMMAND_CHARS = 60_000
 """Longest command: Linux limits an argument of a process to 131,072 bytes."""
-MAX_STREAM_BYTES = 64 << 20
-"""A command that writes more than this is stopped."""
 _MAX_FILE_BYTES = 4 << 30
 _KILL_TIMEOUT_S = 20.0
 _QUIET_POLL_S = 1.0
@@ -55,18 +55,12 @@ _FIRST_PROCESS = (
     "while [ $SECONDS -lt {life_s} ]; do read -r -t 1; [ $? -eq 1 ] && exit 0; done; exit 0"
 )
 
-Sink = Callable[[int, bytes], None]
-"""Takes output as it arrives: its kind (1: output, 2: errors) and its bytes."""
-
 _FIRST_USER = "65533:65533"
 
 # The docker package loses output that a command writes before the package has read the head of the
-# engine's answer. So each command first waits for a byte, which is sent after that. (`-p`: only the
-# inner shell, which runs the command, sources the agent's BASH_ENV.)
+# engine's answer. So each command first waits for a byte, which is sent after that.
 _SHELL = ["/bin/bash", "-p", "-c"]
-_WAIT = "read -r -N 1 || exit; exec </dev/null; "
-# When memory runs out, the kernel should kill the agent's processes, not the container's first.
-_COMMAND = _WAIT + 'echo 1000 > /proc/self/oom_score_adj; exec /bin/bash -c "$1" 2>&1'
+_WAIT = 'read -r -N 1 || exit; exec </dev/null; exec "$@"'
 
 _OOM_FILES = "cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events"
 
@@ -110,26 +104,6 @@ class ContainerSpec:
     """Seconds after which the container ends by itself."""
 
 
-@dataclass(slots=True, frozen=True)
-class CommandResult:
-    """The result of an agent's command."""
-
-    output: str
-    """Standard output and errors, interleaved; the middle of a long output is left out."""
-    exit_code: int | None
-    """None if it was killed at its deadline or for writing too much."""
-    num_dropped: int = 0
-    """Characters left out of the middle."""
-    timed_out: bool = False
-    """True if it was killed at its deadline."""
-    flooded: bool = False
-    """True if it was killed for writing more than `MAX_STREAM_BYTES`."""
-    out_of_memory: bool = False
-    """True if one of its processes was killed because the container ran out of memory."""
-    seconds: float = 0.0
-    """Wall time."""
-
-
 def describe(ran: CommandResult, spec: ContainerSpec, timeout_s: float) -> str:
     """Returns what an agent is shown of a command's result: the output, and how it ended."""
     killed = "every process in the container was killed"
@@ -145,21 +119,6 @@ def describe(ran: CommandResult, spec: ContainerSpec, timeout_s: float) -> str:
     return f"{ran.output}{separator}[{end}]"
 
 
-@dataclass(slots=True, frozen=True)
-class ScriptResult:
-    """The result of one of agentrl's own scripts."""
-
-    output: bytes
-    """Standard output."""
-    errors: str
-    """Standard error."""
-    exit_code: int | None
-    """None if it was killed."""
-    too_long: bool
-    """True if it was killed for writing more than `max_bytes`; otherwise it was killed at its
-    deadline."""
-
-
 class ContainerGone(EnvError):
     """The container ended during an episode: the engine, or somebody else, removed it."""
 
@@ -167,7 +126,7 @@ class ContainerGone(EnvError):
         super().__init__(message, code="container_gone")
 
 
-class Container:
+class Container(Box):
     """A running container: `create` starts one and `remove` ends it."""
 
     def __init__(self, engine: Engine, container_id: str, lease: Any, spec: ContainerSpec) -> None:
@@ -234,25 +193,21 @@ class Container:
             ) from error
         return cls(engine, container_id, lease, spec)
 
+    @property
+    def workdir(self) -> str:
+        """Folder in which programs start."""
+        return self.spec.workdir
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Variables of an agent's commands."""
+        return self.spec.environment
+
     async def run(
         self, command: str, *, timeout_s: float, max_chars: int = 10_000
     ) -> CommandResult:
-        """Runs a shell command in the working folder, without input.
-
-        Args:
-            timeout_s: time limit, after which everything but the first process is killed.
-            max_chars: most characters of output to keep.
-
-        Raises:
-            ContainerGone: the container has ended, or processes in it could not be killed.
-            EnvError: the engine failed.
-        """
-        clip = Clip(max_chars)
-        argv = [*_SHELL, _COMMAND, "bash", command]
-        add, environment = clip.add, self.spec.environment
-        ran = await self._swept(argv, environment, add, timeout_s, MAX_STREAM_BYTES)
-        output, num_dropped = clip.text()
-        ran = replace(ran, output=output, num_dropped=num_dropped)
+        """As `Box.run`; also tells whether the container's memory ran out."""
+        ran = await super().run(command, timeout_s=timeout_s, max_chars=max_chars)
         # 137 means that the shell's last process was killed; for others it prints "Killed".
         if ran.exit_code == 137 or "Killed" in ran.output[-2000:]:
             count = await self._count_oom_kills()
@@ -261,61 +216,51 @@ class Container:
                 ran = replace(ran, out_of_memory=True)
         return ran
 
-    async def script(
+    async def execute(
         self,
-        script: str,
-        *arguments: str,
+        argv: Sequence[str],
+        *,
         timeout_s: float,
-        max_bytes: int = 4 << 20,
+        max_bytes: int = MAX_STREAM_BYTES,
         environment: Mapping[str, str] | None = None,
-    ) -> ScriptResult:
-        """Runs one of agentrl's own scripts, without the variables of the agent's commands.
-
-        Args:
-            arguments: the script's `$1`, `$2`, ...
-            timeout_s: time limit, after which everything but the first process is killed.
-            max_bytes: the script is killed for writing more than this.
-            environment: variables of the script; None: only HOME, a folder that does not exist.
-
-        Raises:
-            ContainerGone: the container has ended, or processes in it could not be killed.
-            EnvError: the engine failed.
-        """
-        streams = Streams()
-        argv = [*_SHELL, _WAIT + script, "bash", *arguments]
-        variables = {"HOME": "/nonexistent"} if environment is None else environment
-        ended = await self._swept(argv, variables, streams.add, timeout_s, max_bytes)
-        errors = streams.errors.decode(errors="replace").strip()
-        return ScriptResult(bytes(streams.output), errors, ended.exit_code, ended.flooded)
-
-    async def attend(
-        self, argv: Sequence[str], add: Sink, timeout_s: float, max_bytes: int
-    ) -> CommandResult:
-        """Runs a program with the image's own variables and without input; kills nothing.
-
-        Args:
-            add: called in a thread with each piece of output: its kind (1: output, 2: errors) and
-                its bytes.
-            timeout_s: time limit, after which it is no longer waited for.
-            max_bytes: after more output than this it is no longer waited for.
-
-        Returns:
-            The result, whose output is empty.
-
-        Raises:
-            ContainerGone: the container has ended.
-            EnvError: the engine failed.
-        """
-        argv = [*_SHELL, _WAIT + 'exec "$@"', "bash", *argv]
-        return await self._execute(argv, {}, add, timeout_s, max_bytes)
+        user: str | None = None,
+        add: Sink | None = None,
+    ) -> ProgramResult:
+        """As `Box.execute`."""
+        kept, cancelled = {1: bytearray(), 2: bytearray()}, threading.Event()
+        take = add or (lambda kind, payload: kept[kind].extend(payload))
+        options = {
+            "cmd": [*_SHELL, _WAIT, "bash", *argv],
+            "environment": dict(environment or {}),
+            "user": user or self.spec.user,
+        }
+        try:
+            ended = await self.call(
+                lambda client: self._attend(client, options, take, timeout_s, max_bytes, cancelled)
+            )
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        errors = kept[2].decode(errors="replace").strip()
+        return replace(ended, output=bytes(kept[1]), errors=errors)
 
     async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
-        """Unpacks a tar archive in a folder, which must exist.
+        """As `Box.put`."""
+        await self.call(lambda client: client.api.put_archive(self.id, folder, archive))
 
-        Raises:
-            EnvError: the container or the engine failed.
-        """
-        await self._call(lambda client: client.api.put_archive(self.id, folder, archive))
+    async def get(self, path: str, max_bytes: int) -> bytes | None:
+        """As `Box.get`; the engine reads the file, and no program in the container."""
+        path = posixpath.join(self.workdir, path)
+
+        def read(client: DockerClient) -> bytes | None:
+            with archive_of(client, self.id, path) as archive:
+                member = archive.next() if archive is not None else None
+                if archive is None or member is None or not member.isreg():
+                    return None
+                file = archive.extractfile(member)
+                return file.read() if file is not None and member.size <= max_bytes else None
+
+        return await self.call(read)
 
     async def changes(self) -> dict[str, int]:
         """Returns what differs from the image, as the engine lists it: 0 by path for a changed
@@ -324,7 +269,7 @@ class Container:
         Raises:
             EnvError: the container or the engine failed.
         """
-        found = await self._call(lambda client: client.api.diff(self.id)) or []
+        found = await self.call(lambda client: client.api.diff(self.id)) or []
         return {each["Path"]: each["Kind"] for each in found}
 
     async def alive(self) -> bool:
@@ -334,7 +279,7 @@ class Container:
             EnvError: the engine failed.
         """
         try:
-            state = await self._call(lambda client: client.api.inspect_container(self.id))
+            state = await self.call(lambda client: client.api.inspect_container(self.id))
         except ContainerGone:
             return False
         return bool(state["State"]["Running"])
@@ -346,7 +291,7 @@ class Container:
             ContainerGone: the container has ended.
             EnvError: the engine failed.
         """
-        top = await self._call(lambda client: client.api.top(self.id, "-eo pid,args"))
+        top = await self.call(lambda client: client.api.top(self.id, "-eo pid,args"))
         return [" ".join(row[1:]) for row in top["Processes"]][1:]
 
     async def sweep(self) -> None:
@@ -389,67 +334,26 @@ class Container:
         _close(self._lease)
         await self._engine.call(lambda client: remove(client, self.id))
 
-    async def _swept(
-        self,
-        argv: list[str],
-        environment: Mapping[str, str],
-        add: Sink,
-        timeout_s: float,
-        max_bytes: int,
-    ) -> CommandResult:
-        """Runs a program, and sweeps if it was stopped."""
-        ended = await self._execute(argv, environment, add, timeout_s, max_bytes)
-        if ended.timed_out or ended.flooded:
-            await self.sweep()
-        return ended
-
-    async def _execute(
-        self,
-        argv: list[str],
-        environment: Mapping[str, str],
-        add: Sink,
-        timeout_s: float,
-        max_bytes: int,
-    ) -> CommandResult:
-        cancelled = threading.Event()
-        try:
-            return await self._call(
-                lambda client: self._attend(
-                    client, argv, environment, add, timeout_s, max_bytes, cancelled
-                )
-            )
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
     def _attend(
         self,
         client: DockerClient,
-        argv: list[str],
-        environment: Mapping[str, str],
+        options: Mapping[str, Any],
         add: Sink,
         timeout_s: float,
         max_bytes: int,
         cancelled: threading.Event,
-    ) -> CommandResult:
+    ) -> ProgramResult:
         """Runs a program and reads its output until it ends, its time is up, it wrote more than
         `max_bytes`, or `cancelled` is set. Blocks; the result has no output."""
         started = time.monotonic()
         exec_id: str = client.api.exec_create(
-            self.id,
-            argv,
-            stdin=True,
-            environment=dict(environment),
-            workdir=self.spec.workdir,
-            user=self.spec.user,
+            self.id, stdin=True, workdir=self.spec.workdir, **options
         )["Id"]
 
-        def ended(exit_code: int | None = None, *, flooded: bool = False) -> CommandResult:
+        def ended(exit_code: int | None = None, *, flooded: bool = False) -> ProgramResult:
             timed_out = exit_code is None and not flooded
             seconds = time.monotonic() - started
-            return CommandResult(
-                "", exit_code, timed_out=timed_out, flooded=flooded, seconds=seconds
-            )
+            return ProgramResult(b"", "", exit_code, timed_out, flooded, seconds)
 
         stream = client.api.exec_start(exec_id, socket=True)
         try:
@@ -512,7 +416,13 @@ class Container:
         counts = re.findall(rb"^oom_kill (\d+)$", wrote.output, re.MULTILINE)
         return max(map(int, counts), default=0)
 
-    async def _call(self, function: Callable[[DockerClient], Any]) -> Any:
+    async def call(self, function: Callable[[DockerClient], Any]) -> Any:
+        """Calls `function` with the engine's client in a thread and returns its result.
+
+        Raises:
+            ContainerGone: the engine has no such container, or it is not running.
+            EnvError: the engine failed.
+        """
         try:
             return await self._engine.call(function)
         except EngineError as error:
@@ -588,6 +498,44 @@ def packed(files: Mapping[str, bytes], *, mode: int = 0o644) -> bytes:
             member.size, member.mode, member.mtime = len(content), mode, int(time.time())
             tar.addfile(member, io.BytesIO(content))
     return archive.getvalue()
+
+
+@contextlib.contextmanager
+def archive_of(
+    client: DockerClient, container_id: str, path: str
+) -> Iterator[tarfile.TarFile | None]:
+    """Yields a container's path as a streamed tar archive; None if there is nothing at the path."""
+    from docker.errors import NotFound
+
+    try:
+        chunks, _ = client.api.get_archive(container_id, path)
+    except NotFound as error:
+        if "such container" in str(error).lower():
+            raise
+        yield None
+        return
+    with contextlib.closing(chunks), tarfile.open(fileobj=_Chunks(chunks), mode="r|") as archive:
+        yield archive
+
+
+class _Chunks(io.RawIOBase):
+    """Presents an iterator of bytes as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def read(self, size: int = -1) -> bytes:
+        parts, length = [self._rest], len(self._rest)
+        while size < 0 or length < size:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            parts.append(chunk)
+            length += len(chunk)
+        whole = b"".join(parts)
+        taken, self._rest = (whole, b"") if size < 0 else (whole[:size], whole[size:])
+        return taken
 
 
 def _connection(stream: Any) -> Any:

@@ -3,10 +3,9 @@
 The client is the `docker` package. Its calls block, so an event loop makes them through `Engine`,
 in threads.
 
-The owner of a container is a process, identified by the host's boot, the process-id namespace, the
-process id and the start time, so that a reused process id is never mistaken for it. A process that
-sees the same process ids can tell whether the owner is alive; for all others the label
-`agentrl.expires` gives the time after which a container is abandoned.
+The owner of a container is a process, named so that a reused process id is never mistaken for it
+(`owner_name`). A process that sees the same process ids can tell whether the owner is alive; for
+all others the label `agentrl.expires` gives the time after which a container is abandoned.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -200,11 +198,10 @@ def remove(client: DockerClient, container_id: str) -> None:
             raise
 
 
-def reap(client: DockerClient, *, label: str = OWNER_LABEL, everything: bool = False) -> list[str]:
+def reap(client: DockerClient, *, everything: bool = False) -> list[str]:
     """Removes agentrl's abandoned containers, and returns a line about each.
 
     Args:
-        label: only containers with this label, `NAME` or `NAME=VALUE`.
         everything: also remove containers whose owner is alive or cannot be seen.
 
     Raises:
@@ -212,7 +209,7 @@ def reap(client: DockerClient, *, label: str = OWNER_LABEL, everything: bool = F
     """
     removed = []
     with engine_errors():
-        for summary in client.api.containers(all=True, filters={"label": label}):
+        for summary in client.api.containers(all=True, filters={"label": OWNER_LABEL}):
             its_labels: dict[str, str] = summary["Labels"]
             reason = "as requested" if everything else abandoned(its_labels, time.time())
             if reason is not None:
@@ -245,57 +242,31 @@ def reap_abandoned(timeout_s: float | None = None) -> None:
         client.close()
 
 
-@dataclass(slots=True, frozen=True)
-class Owner:
-    """Identifies a process by a name that no other process will ever have."""
-
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    start_ticks: int
-    """Start time, in clock ticks since boot."""
-
-    def __str__(self) -> str:
-        return f"{self.boot_id}/{self.pid_namespace}/{self.pid}/{self.start_ticks}"
-
-    @classmethod
-    def parse(cls, text: str) -> Owner | None:
-        """Returns the owner whose `str` is `text`; None if `text` is malformed."""
-        parts = text.split("/")
-        if len(parts) != 4 or not parts[2].isdigit() or not parts[3].isdigit():
-            return None
-        return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
-
-    def alive(self) -> bool | None:
-        """Returns True if the process is running; None if it cannot be seen from here."""
-        if self.boot_id != _boot_id():
-            # Either an earlier boot of this host, or another host; they cannot be told apart.
-            return None
-        if self.pid_namespace != _pid_namespace():
-            return None
-        return _start_ticks(self.pid) == self.start_ticks
+def owner_name(pid: int) -> str:
+    """Returns the name of a process, which no other one will ever have: the host's boot, the
+    process-id namespace, the process id and the start time in clock ticks since boot."""
+    return f"{_boot_id()}/{_pid_namespace()}/{pid}/{_start_ticks(pid)}"
 
 
-def current_owner() -> Owner:
+def current_owner() -> str:
     """Returns the name of this process."""
-    pid = os.getpid()
-    return Owner(_boot_id(), _pid_namespace(), pid, _start_ticks(pid) or 0)
+    return owner_name(os.getpid())
 
 
 def labels(
-    run_id: str, role: str, *, owner: Owner | None = None, life_s: float | None = MAX_LIFE_S
+    run_id: str, role: str, *, owner: str | None = None, life_s: float | None = MAX_LIFE_S
 ) -> dict[str, str]:
     """Returns the labels of a container that this process owns.
 
     Args:
         run_id: name of the rollout, grading or image that it belongs to.
         role: its purpose: `episode`, `server`, `agent`, `grade` or `build`.
-        owner: the process that owns it, if another.
+        owner: name of the process that owns it, if another.
         life_s: seconds after which it is abandoned even if its owner is alive; None: only when its
             owner is gone.
     """
     made = {
-        OWNER_LABEL: str(owner or current_owner()),
+        OWNER_LABEL: owner or current_owner(),
         ROLE_LABEL: role,
         RUN_LABEL: run_id,
     }
@@ -308,10 +279,12 @@ def abandoned(its_labels: dict[str, str], now: float) -> str | None:
     Args:
         now: seconds since the epoch.
     """
-    owner = Owner.parse(its_labels.get(OWNER_LABEL, ""))
-    alive = owner.alive() if owner else None
-    if alive is False:
-        return f"its owner, process {owner.pid}, is gone" if owner else None
+    name = its_labels.get(OWNER_LABEL, "")
+    place, _, pid = name.rpartition("/")[0].rpartition("/")
+    # Another boot may be another host, and of another namespace no process can be seen from here.
+    is_here = place == f"{_boot_id()}/{_pid_namespace()}"
+    if is_here and pid.isdigit() and name != owner_name(int(pid)):
+        return f"its owner, process {pid}, is gone"
     expires = its_labels.get(EXPIRES_LABEL, "")
     if expires.isdigit() and now > int(expires):
         return "its lifetime is over"

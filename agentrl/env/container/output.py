@@ -44,14 +44,3 @@ class Clip:
             return self._kept, 0
         head, tail = self._kept[: self._half], self._kept[-self._half :]
         return f"{head}\n[... {dropped:,} characters left out ...]\n{tail}", dropped
-
-
-class Streams:
-    """Keeps all output and all errors as bytes, separately."""
-
-    def __init__(self) -> None:
-        self.output = bytearray()
-        self.errors = bytearray()
-
-    def add(self, kind: int, payload: bytes) -> None:
-        (self.errors if kind == 2 else self.output).extend(payload)

@@ -1,7 +1,6 @@
-"""Agents that are programs: a process per episode, in its own folder.
+"""Agents that are programs: a box per episode, by default a folder on this machine.
 
-It runs below a guard, which ends every process that it started, detached or not, as soon as the
-agent or this process ends.
+Every process that an agent started, detached or not, ends with the agent and with this process.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import os
 import re
 import shutil
 import site
-import sys
-import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl.env.container.box import Box
+from agentrl.env.container.engine import MAX_LIFE_S
+from agentrl.env.container.process import ProcessBox
 from agentrl.errors import AgentError, ConfigError
 from agentrl.images import count_images
-from agentrl.inference import guard
 from agentrl.types import JSON, Message, ToolSpec
 
 logger = logging.getLogger("agentrl.rollout")
 
-GRACE_S = 5.0
-"""How long an agent that was told to stop may take."""
-MAX_OUTPUT_BYTES = 1 << 20
-"""Only so many bytes at the end of a command's output are read."""
+MAX_OUTPUT_BYTES = 16 << 20
+"""Of a program that writes more, a container is ended, and only the end is read otherwise."""
 _BESIDE_HOME = {"XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"}
 """Variables that lead to folders which programs look for in HOME otherwise."""
 
@@ -72,51 +71,46 @@ class CommandRunner:
         self._command, self._answer, self._home = command, answer, home
 
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """Runs the command and returns its answer. The command runs below a guard, which ends every
-        process that it started, detached or not, when this call or this process ends."""
+        """Runs the command in a box of its own and returns its answer. Every process that it
+        started has ended when this call or this process has."""
         command = [filled(part, task, base_url, api_key) for part in self._command]
-        with tempfile.TemporaryDirectory(
-            prefix="agentrl-agent-", ignore_cleanup_errors=True
-        ) as folder:
-            output, errors = Path(folder) / "stdout", Path(folder) / "stderr"
-            cwd, home = Path(folder) / "work", Path(folder) / "home"
-            cwd.mkdir()
-            environment = os.environ | agent_variables(task, base_url, api_key)
-            if self._home == "private":
-                home.mkdir()
-            elif self._home != "shared":
-                await asyncio.to_thread(shutil.copytree, self._home, home, symlinks=True)
-            if self._home != "shared":
-                # What a user installed is found as before; settings and caches are private.
-                environment.setdefault("PYTHONUSERBASE", site.getuserbase())
-                environment |= {"HOME": str(home)}
-                environment = {k: v for k, v in environment.items() if k not in _BESIDE_HOME}
-            with output.open("wb") as out, errors.open("wb") as err:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    guard.__file__,
-                    str(os.getpid()),
-                    str(GRACE_S),
-                    *command,
-                    cwd=cwd,
-                    env=environment,
-                    stdin=asyncio.subprocess.PIPE,  # closed: the guard ends everything
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
-            try:
-                await process.wait()
-            finally:
-                if process.returncode is None and process.stdin is not None:
-                    process.stdin.close()
-                    await process.wait()
-            printed, said = _tail(output), _tail(errors)
-            if process.returncode:
-                raise exited(command, process.returncode, said or printed)
-            if (path := answer_file(self._answer)) is not None:
-                return _tail(cwd / path) if (cwd / path).is_file() else no_file(path)
+        async with self._box() as box:
+            ran = await box.execute(
+                command,
+                timeout_s=MAX_LIFE_S,  # the episode has a deadline
+                max_bytes=MAX_OUTPUT_BYTES,
+                environment=agent_variables(task, base_url, api_key),
+            )
+            printed = ran.output.decode(errors="replace")
+            if ran.flooded:
+                raise AgentError(f"{command[0]} wrote more than {MAX_OUTPUT_BYTES >> 20} MiB")
+            if ran.exit_code:
+                said = (ran.errors or printed).strip()[-1000:] or "it printed nothing"
+                raise AgentError(f"{command[0]} exited with status {ran.exit_code}: {said}")
+            kind, _, path = self._answer.partition(":")
+            if kind == "file":
+                written = await box.get(path, MAX_OUTPUT_BYTES)
+                return _no_file(path) if written is None else written.decode(errors="replace")
         return last_line(printed) if self._answer == "last_line" else None
+
+    @asynccontextmanager
+    async def _box(self) -> AsyncIterator[Box]:
+        box = ProcessBox(os.environ)
+        try:
+            if self._home != "shared":
+                home = box.folder / "home"
+                if self._home == "private":
+                    home.mkdir()
+                else:
+                    await asyncio.to_thread(shutil.copytree, self._home, home, symlinks=True)
+                # What a user installed is found as before; settings and caches are private.
+                box.environ.setdefault("PYTHONUSERBASE", site.getuserbase())
+                box.environ["HOME"] = str(home)
+                for name in _BESIDE_HOME:
+                    box.environ.pop(name, None)
+            yield box
+        finally:
+            await box.end()
 
     async def aclose(self) -> None:
         """Does nothing: every process ended with its episode."""
@@ -148,24 +142,13 @@ def agent_variables(task: AgentTask, base_url: str, api_key: str) -> dict[str, s
     }
 
 
-def exited(command: list[str], status: int | None, said: str) -> AgentError:
-    told = said.strip()[-1000:] or "it printed nothing"
-    return AgentError(f"{command[0]} exited with status {status}: {told}")
-
-
 def last_line(printed: str) -> str | None:
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     return lines[-1] if lines else None
 
 
-def answer_file(answer: str) -> str | None:
-    """Returns the path in `agent.answer`; None if it does not name a file."""
-    kind, _, path = answer.partition(":")
-    return path if kind == "file" else None
-
-
 @functools.cache
-def no_file(path: str) -> str:
+def _no_file(path: str) -> str:
     """Returns an empty answer for an agent that did not write its file, and warns once."""
     logger.warning("agent.answer: an agent left no file %s; its answer is empty (said once)", path)
     return ""
@@ -177,9 +160,3 @@ def filled(part: str, task: AgentTask, base_url: str, api_key: str) -> str:
     values |= {"mcp_url": task.mcp_url, "tools_url": task.tools_url}
     # All at once, so that placeholders within a prompt are not replaced.
     return re.sub("{(" + "|".join(values) + ")}", lambda found: values[found[1]], part)
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MAX_OUTPUT_BYTES))
-        return file.read().decode("utf-8", "replace")

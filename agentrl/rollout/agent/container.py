@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from agentrl.config import AgentSection
+from agentrl.env.container.box import Box
 from agentrl.env.container.container import Container, ContainerSpec
 from agentrl.env.container.engine import (
-    MAX_LIFE_S,
     Engine,
     EngineError,
     connect,
@@ -24,31 +24,20 @@ from agentrl.env.container.engine import (
     labels,
     reap,
 )
-from agentrl.errors import AgentError, ConfigError, EnvUnavailable
-from agentrl.rollout.agent.command import (
-    AgentTask,
-    agent_variables,
-    answer_file,
-    exited,
-    filled,
-    last_line,
-    no_file,
-)
+from agentrl.errors import ConfigError, EnvUnavailable
+from agentrl.rollout.agent.command import CommandRunner
 
 if TYPE_CHECKING:
     from docker import DockerClient
 
 NETWORK = "agentrl-agents"
 """Made once per engine, and left there."""
-MAX_OUTPUT_BYTES = 16 << 20
-"""A program that writes more is killed."""
 START_TIMEOUT_S = 120.0
 MAX_STARTING = 4
 """Containers that start at a time; an engine that starts dozens becomes very slow."""
-FILE_TIMEOUT_S = 60.0
 
 
-class ContainerRunner:
+class ContainerRunner(CommandRunner):
     def __init__(self, config: AgentSection, *, max_concurrent: int) -> None:
         """
         Raises:
@@ -87,34 +76,8 @@ class ContainerRunner:
         self._in_use = asyncio.Semaphore(max_concurrent)
         self._starting = asyncio.Semaphore(MAX_STARTING)
 
-    async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """Runs the command in a container and returns its answer."""
-        command = [filled(part, task, base_url, api_key) for part in self._command]
-        async with self._container() as container:
-            ran = await container.script(
-                'exec "$@"',
-                *command,
-                timeout_s=MAX_LIFE_S,  # the episode has a deadline
-                max_bytes=MAX_OUTPUT_BYTES,
-                environment=agent_variables(task, base_url, api_key),
-            )
-            path = answer_file(self._answer)
-            if path is not None and not ran.too_long and not ran.exit_code:
-                written = await container.script(
-                    'cat -- "$1"', path, timeout_s=FILE_TIMEOUT_S, max_bytes=MAX_OUTPUT_BYTES
-                )
-                if written.exit_code:
-                    return no_file(path)
-                return written.output.decode(errors="replace")
-        printed = ran.output.decode(errors="replace")
-        if ran.too_long:
-            raise AgentError(f"{command[0]} wrote more than {MAX_OUTPUT_BYTES >> 20} MiB")
-        if ran.exit_code:
-            raise exited(command, ran.exit_code, ran.errors or printed)
-        return last_line(printed) if self._answer == "last_line" else None
-
     @asynccontextmanager
-    async def _container(self) -> AsyncIterator[Container]:
+    async def _box(self) -> AsyncIterator[Box]:
         """Starts a container, and removes it at the end.
 
         Raises:

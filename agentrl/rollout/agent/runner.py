@@ -23,9 +23,10 @@ from typing import Any, Protocol
 from agentrl import runtime, user_modules
 from agentrl.config import AgentSection
 from agentrl.env.client import EnvSession
+from agentrl.env.container.process import GRACE_S
 from agentrl.errors import AgentError, ConfigError
 from agentrl.images import content_text
-from agentrl.rollout.agent.command import GRACE_S, AgentTask, CommandRunner
+from agentrl.rollout.agent.command import AgentTask, CommandRunner
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.roles import leave_untrained, served_turns
 from agentrl.rollout.agent.server import AgentServer, Live, is_rewards

@@ -24,7 +24,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.env.base import EnvConfig, Environment, Observation
-from agentrl.env.container.container import MAX_COMMAND_CHARS, describe
+from agentrl.env.container.container import MAX_COMMAND_CHARS, Container, describe
 from agentrl.env.container.engine import Engine, reap_abandoned
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
@@ -33,7 +33,16 @@ from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 from agentrl.types import JSON, Action, Task, ToolCall
 from agentrl_harbor.images import build_or_find
 from agentrl_harbor.provider import Provider, ProviderSandbox
-from agentrl_harbor.sandbox import SCRIPT_FAILED, TOO_LARGE, Image, TaskContainer
+from agentrl_harbor.sandbox import (
+    SCRIPT_FAILED,
+    TOO_LARGE,
+    Image,
+    as_root,
+    carry,
+    carry_folders,
+    list_programs,
+    start_container,
+)
 from agentrl_harbor.task import (
     EnvironmentTable,
     HarborTask,
@@ -43,7 +52,9 @@ from agentrl_harbor.task import (
     pack,
     resolve,
 )
-from agentrl_harbor.verify import Sandbox, Verified, verify, wait_healthy
+from agentrl_harbor.verify import Verified, verify, wait_healthy
+
+Sandbox = Container | ProviderSandbox
 
 logger = logging.getLogger("agentrl.env")
 
@@ -384,7 +395,7 @@ class HarborEnvironment(Environment):
                 upload=Path(image.id).name == "environment",
             )
         else:
-            container = await TaskContainer.start(
+            container = await start_container(
                 self.shared.engine,
                 image,
                 table,
@@ -394,14 +405,14 @@ class HarborEnvironment(Environment):
                 user=user,
                 environment=variables,
                 max_processes=self.config.max_processes,
-                life_s=6 * 3600,
             )
         try:
             # In Harbor, these folders exist from the start.
-            await container.as_root(
+            await as_root(
+                container,
                 "mkdir -p -- /logs/agent /logs/artifacts /logs/verifier "
                 f"{'' if container.spec.workdir == '/' else shlex.quote(container.spec.workdir)} "
-                "&& chmod 777 /logs/agent /logs/artifacts /logs/verifier"
+                "&& chmod 777 /logs/agent /logs/artifacts /logs/verifier",
             )
         except BaseException:
             await container.end()
@@ -464,20 +475,20 @@ class HarborEnvironment(Environment):
             if step.separate:
                 if step.bundled is None:
                     await self._put_files(fresh, task.folder / "environment", image)
-                left_out = await container.carry_folders(
-                    fresh,  # pyright: ignore[reportArgumentType] # both are of one kind
-                    step.artifacts,
-                )
+                if isinstance(container, Container):
+                    left_out = await carry_folders(container, fresh, step.artifacts)
+                else:
+                    left_out = await container.carry_folders(fresh, step.artifacts)
             else:
-                assert isinstance(container, TaskContainer) and isinstance(fresh, TaskContainer)
+                assert isinstance(container, Container) and isinstance(fresh, Container)
                 if not image.programs:
-                    image = replace(image, programs=await fresh.list_programs())
+                    image = replace(image, programs=await list_programs(fresh))
                     self._image_in_use = image
                     for key, known in self.shared.images.items():
                         if known.id == image.id:
                             self.shared.images[key] = image
-                left_out = await container.carry(
-                    fresh, image.programs, everything=self.config.policy == "all"
+                left_out = await carry(
+                    container, fresh, image.programs, everything=self.config.policy == "all"
                 )
             if last:
                 await self.close()  # frees the container's memory for the tests

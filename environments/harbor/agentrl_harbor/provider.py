@@ -27,29 +27,21 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from agentrl.env.container.container import (
-    MAX_STREAM_BYTES,
-    CommandResult,
-    ContainerSpec,
-    ScriptResult,
-)
-from agentrl.env.container.output import Clip
+from agentrl.env.container.box import MAX_STREAM_BYTES, ROOT, Box, ProgramResult, Sink
+from agentrl.env.container.container import ContainerSpec
 from agentrl.errors import ConfigError, EnvError
 from agentrl.runtime import start_group
 from agentrl.types import JSON
-from agentrl_harbor.sandbox import MAX_CARRIED_BYTES, SCRIPT_FAILED, TOO_LARGE, is_hidden
+from agentrl_harbor.sandbox import MAX_CARRIED_BYTES, SCRIPT_FAILED, TOO_LARGE, as_root, is_hidden
 from agentrl_harbor.task import EnvironmentTable
 
 logger = logging.getLogger("agentrl.env")
 
 _MAX_COMMAND_BYTES = 120_000
 """Longest command in bytes: providers pass it to a program as one argument."""
-_BOUNDED = (
-    f'timeout -k 2 "$1" /bin/bash -c "$2" bash "${{@:3}}" </dev/null 2>&1 | head -c '
-    f"{MAX_STREAM_BYTES}; exit ${{PIPESTATUS[0]}}"
-)
+_BOUNDED = 'timeout -k 2 "$1" "${@:3}" </dev/null 2>&1 | head -c "$2"; exit ${PIPESTATUS[0]}'
 """Limits a command's time and output, because not every provider enforces a deadline and none
 limits output."""
 _TAR = "/tmp/.agentrl.tar"
@@ -138,8 +130,8 @@ class Provider:
 
 
 @dataclass(slots=True)
-class ProviderSandbox:
-    """A running sandbox, with the methods of `TaskContainer` that the environment uses."""
+class ProviderSandbox(Box):
+    """A running sandbox. Its output and errors are one stream, which comes at the end."""
 
     provider: Provider
     id: str
@@ -190,78 +182,65 @@ class ProviderSandbox:
         sandbox.spec = replace(spec, workdir=started["workdir"])
         return sandbox
 
-    async def run(
-        self, command: str, *, timeout_s: float, max_chars: int = 10_000
-    ) -> CommandResult:
-        """Runs a shell command in the working folder, without input.
+    @property
+    def workdir(self) -> str:
+        return self.spec.workdir
 
-        Raises:
-            EnvError: the provider failed.
-        """
-        clip, started = Clip(max_chars), time.monotonic()
-        try:
-            output, code = await self._execute(command, (), self.spec.user, {}, timeout_s)
-        except ValueError as error:  # the agent's command is too long
-            output, code = f"bash: {error}\n", 126
-        clip.add(1, output.encode())
-        text, num_dropped = clip.text()
-        flooded = len(output.encode()) >= MAX_STREAM_BYTES
-        timed_out = code is None
-        seconds = time.monotonic() - started
-        code = None if flooded else code
-        return CommandResult(text, code, num_dropped, timed_out, flooded, seconds=seconds)
+    @property
+    def variables(self) -> Mapping[str, str]:
+        return self.spec.environment
 
-    async def script(
+    async def execute(
         self,
-        script: str,
-        *arguments: str,
+        argv: Sequence[str],
+        *,
         timeout_s: float,
+        max_bytes: int = MAX_STREAM_BYTES,
         environment: Mapping[str, str] | None = None,
-    ) -> ScriptResult:
-        """Runs a script of agentrl; its output is what it writes to both streams.
+        user: str | None = None,
+        add: Sink | None = None,
+    ) -> ProgramResult:
+        started, seconds = time.monotonic(), math.ceil(timeout_s)
+        command = shlex.join(
+            ["/bin/bash", "-c", _BOUNDED, "bash", str(seconds), str(max_bytes), *argv]
+        )
+        if len(command.encode()) > _MAX_COMMAND_BYTES:
+            output, code = "bash: the command is too long for this sandbox\n", 126
+        else:
+            ran = await self.provider.ask(
+                "execute",
+                id=self.id,
+                command=command,
+                seconds=seconds,
+                cwd=self.workdir,
+                env=dict(environment or {}),
+                user="root" if user == ROOT else user or self.spec.user or None,
+            )
+            output, code = ran["output"] + ran["errors"], ran["exit_code"]
+        taken_s = time.monotonic() - started
+        timed_out = taken_s >= seconds and code in (124, 137)
+        content = output.encode()
+        flooded = len(content) >= max_bytes
+        if add is not None:
+            add(1, content)
+            content = b""
+        ended = None if timed_out or flooded else code
+        return ProgramResult(content, "", ended, timed_out, flooded, taken_s)
 
-        Raises:
-            EnvError: the provider failed.
-        """
-        variables = environment or {}
-        output, code = await self._execute(script, arguments, self.spec.user, variables, timeout_s)
-        return ScriptResult(output.encode(), "", code, too_long=False)
-
-    async def as_root(self, script: str, *arguments: str, code: str = "start_failed") -> bytes:
-        """Runs a script of agentrl as root and returns its output.
-
-        Raises:
-            EnvError: the script failed.
-        """
-        output, ended = await self._execute(script, arguments, "root", {}, 120.0)
-        if ended != 0:
-            raise EnvError(f"a script failed in sandbox {self.id}: {output[-300:]}", code=code)
-        return output.encode()
-
-    async def put(self, archive: bytes, folder: str = "/") -> None:
-        """Unpacks a tar archive in a folder, which is made if it is missing."""
+    async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
         with tempfile.NamedTemporaryFile(suffix=".tar") as file:
-            file.write(archive)
+            file.write(archive if isinstance(archive, bytes) else archive.read())
             file.flush()
-            await self.unpack(Path(file.name), folder)
-
-    async def unpack(self, archive: Path, folder: str) -> None:
-        """Unpacks a tar archive that is a file on this machine."""
-        await self.provider.ask("upload", id=self.id, source=str(archive), target=_TAR)
-        script = 'mkdir -p -- "$1" && tar -xf "$2" -C "$1" && rm -f -- "$2"'
-        await self.as_root(script, folder, _TAR)
+            await self.provider.ask("upload", id=self.id, source=file.name, target=_TAR)
+        await as_root(self, 'tar -xf "$2" -C "$1" && rm -f -- "$2"', folder, _TAR)
 
     async def get(self, path: str, max_bytes: int) -> bytes | None:
-        """Returns a regular file's content; None if there is none or it is too large."""
         read = '[ -f "$1" ] && [ ! -L "$1" ] || exit 0; echo +; head -c "$2" -- "$1" | base64'
-        found = await self.as_root(read, path, str(max_bytes + 1), code=SCRIPT_FAILED)
+        found = await as_root(self, read, path, str(max_bytes + 1), code=SCRIPT_FAILED)
         content = base64.b64decode(found.partition(b"+")[2])
         return content if found.startswith(b"+") and len(content) <= max_bytes else None
 
-    async def sweep(self) -> None:
-        """Does nothing: providers do not tell which processes an agent left running."""
-
-    async def carry_folders(self, target: ProviderSandbox, paths: Sequence[str]) -> list[str]:
+    async def carry_folders(self, target: Box, paths: Sequence[str]) -> list[str]:
         """Copies files and folders to the same paths in another sandbox; missing ones are skipped.
 
         Returns:
@@ -275,7 +254,7 @@ class ProviderSandbox:
             '".$each"; done | tar -c --null -T - -f - | head -c "$limit" > "$tar"; exit 0'
         )
         limit = str(MAX_CARRIED_BYTES + 1)
-        await self.as_root(there, _TAR, limit, *paths, code=SCRIPT_FAILED)
+        await as_root(self, there, _TAR, limit, *paths, code=SCRIPT_FAILED)
         left_out: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "work.tar"
@@ -289,54 +268,20 @@ class ProviderSandbox:
                 await asyncio.to_thread(_choose, file, chosen, paths, left_out)
             except tarfile.TarError as error:
                 raise EnvError(f"its archive can't be read: {error}", code=SCRIPT_FAILED) from error
-            await target.unpack(chosen, "/")
+            with chosen.open("rb") as opened:
+                await target.put(opened)
         return left_out
 
     async def end(self) -> None:
         """Removes the sandbox, even if this call is cancelled."""
         try:
-            await asyncio.shield(self.remove())
+            await asyncio.shield(self.provider.ask("stop", id=self.id))
         except EnvError as error:
             logger.warning(
                 "sandbox %s could not be removed and stays until this process ends: %s",
                 self.id,
                 error,
             )
-
-    async def remove(self) -> None:
-        """Stops and deletes the sandbox; may be called twice."""
-        await self.provider.ask("stop", id=self.id)
-
-    async def _execute(
-        self,
-        script: str,
-        arguments: Sequence[str],
-        user: str,
-        environment: Mapping[str, str],
-        timeout_s: float,
-    ) -> tuple[str, int | None]:
-        """Returns a script's output and its exit code, None if it ran out of time.
-
-        Raises:
-            ValueError: the script is too long.
-            EnvError: the provider failed.
-        """
-        seconds, started = math.ceil(timeout_s), time.monotonic()
-        parts = ["/bin/bash", "-c", _BOUNDED, "bash", str(seconds), script, *arguments]
-        command = shlex.join(parts)
-        if len(command.encode()) > _MAX_COMMAND_BYTES:
-            raise ValueError("the command is too long for this sandbox; write a file in parts")
-        ran = await self.provider.ask(
-            "execute",
-            id=self.id,
-            command=command,
-            seconds=seconds,
-            cwd=self.spec.workdir,
-            env=dict(environment),
-            user=user or None,
-        )
-        is_late = time.monotonic() - started >= seconds and ran["exit_code"] in (124, 137)
-        return ran["output"] + ran["errors"], None if is_late else ran["exit_code"]
 
 
 def _choose(source: Path, target: Path, paths: Sequence[str], left_out: list[str]) -> None:

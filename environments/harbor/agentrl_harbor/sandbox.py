@@ -7,18 +7,18 @@ agent's changes are written into it as files, without those that decide how any 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import posixpath
 import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from agentrl.env.container.container import Container, ContainerSpec
+from agentrl.env.container.box import ROOT, Box
+from agentrl.env.container.container import Container, ContainerSpec, archive_of
 from agentrl.env.container.engine import Engine, labels
 from agentrl.env.container.programs import (
     FINDS_LIBRARY,
@@ -39,6 +39,7 @@ TOO_LARGE = "too_large"
 """Codes of errors that an agent's changes may cause."""
 _PATH = "/bin:/usr/bin:/sbin:/usr/sbin"
 """PATH of agentrl's scripts: the agent may be able to write to folders of the image's PATH."""
+_SCRIPT_S = 120.0
 _HEADER_BYTES = 1024
 """Bytes that a file in an archive takes beside its content."""
 _CAPABILITIES = (
@@ -94,162 +95,144 @@ class Image:
     """True if the image was found by its name, not built."""
 
 
-class TaskContainer(Container):
-    """A running container of a task's image; `start` makes one and `remove` ends it."""
+async def start_container(
+    engine: Engine,
+    image: Image,
+    table: EnvironmentTable,
+    *,
+    run_id: str,
+    role: str,
+    network: str,
+    user: str | int | None,
+    environment: Mapping[str, str],
+    max_processes: int,
+) -> Container:
+    """Starts a container with the task's limits.
 
-    @classmethod
-    async def start(
-        cls,
-        engine: Engine,
-        image: Image,
-        table: EnvironmentTable,
-        *,
-        run_id: str,
-        role: str,
-        network: str,
-        user: str | int | None,
-        environment: Mapping[str, str],
-        max_processes: int,
-        life_s: int,
-    ) -> TaskContainer:
-        """Starts a container with the task's limits.
+    Args:
+        network: `none` or `bridge`.
+        user: None for the image's user.
 
-        Args:
-            network: `none` or `bridge`.
-            user: None for the image's user.
-            life_s: seconds after which the container ends.
+    Raises:
+        EnvError: the engine refused or does not answer; no container is left.
+    """
+    spec = ContainerSpec(
+        image.id,
+        workdir=table.workdir or image.workdir,
+        environment=environment,
+        user=str(user) if user is not None else image.user,
+        read_only=False,
+        tmpfs=(),
+        network=network,
+        capabilities=_CAPABILITIES,
+        memory_mb=table.memory_mb or 2048,
+        cpus=table.cpus or 1.0,
+        max_processes=max_processes,
+    )
+    return await Container.create(engine, spec, labels(run_id, role))
 
-        Raises:
-            EnvError: the engine refused or does not answer; no container is left.
-        """
-        spec = ContainerSpec(
-            image.id,
-            workdir=table.workdir or image.workdir,
-            environment=environment,
-            user=str(user) if user is not None else image.user,
-            read_only=False,
-            tmpfs=(),
-            network=network,
-            capabilities=_CAPABILITIES,
-            memory_mb=table.memory_mb or 2048,
-            cpus=table.cpus or 1.0,
-            max_processes=max_processes,
-            life_s=life_s,
+
+async def as_root(
+    box: Box, script: str, *arguments: str, path: str | None = _PATH, code: str = "start_failed"
+) -> bytes:
+    """Runs a script of agentrl as root and returns its output.
+
+    Args:
+        path: PATH of the script; None for the image's.
+        code: code of the error if the script fails. If the box gives no answer, the code is
+            `start_failed`, because the agent did not cause that.
+
+    Raises:
+        EnvError: the script failed.
+    """
+    variables = {"HOME": "/nonexistent"} | ({} if path is None else {"PATH": path})
+    ran = await box.script(
+        script,
+        *arguments,
+        timeout_s=_SCRIPT_S,
+        max_bytes=16 << 20,
+        environment=variables,
+        user=ROOT,
+    )
+    if ran.exit_code != 0:
+        said = ran.errors or ran.output.decode(errors="replace")
+        raise EnvError(
+            f"a script failed in a task's container: {said[-300:]}",
+            code="start_failed" if ran.exit_code is None else code,
         )
-        return await cls.create(engine, spec, labels(run_id, role))
+    return ran.output
 
-    async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
-        """Unpacks a tar archive in a folder, which is made if it is missing."""
-        await self.as_root('mkdir -p -- "$1"', folder)
-        await super().put(archive, folder)
 
-    async def get(self, path: str, max_bytes: int) -> bytes | None:
-        """Returns a regular file's content; None if there is none or it is too large."""
+async def list_programs(box: Box) -> frozenset[str]:
+    """Returns the paths of the programs in the image's PATH, and of its folders."""
+    found = await as_root(box, _LIST_PROGRAMS, path=None)
+    return frozenset(found.decode(errors="surrogateescape").split("\0")) - {""}
 
-        def read(client: DockerClient) -> bytes | None:
-            with _archive(client, self.id, path) as archive:
-                member = archive.next() if archive is not None else None
-                if archive is None or member is None or not member.isreg():
-                    return None
-                file = archive.extractfile(member)
-                return file.read() if file is not None and member.size <= max_bytes else None
 
-        return await self._call(read)
+async def carry(
+    source: Container, target: Container, programs: frozenset[str], *, everything: bool
+) -> list[str]:
+    """Writes a container's changes into an unused container of the same image.
 
-    async def as_root(
-        self, script: str, *arguments: str, path: str | None = _PATH, code: str = "start_failed"
-    ) -> bytes:
-        """Runs a script of agentrl as root and returns its output.
+    Args:
+        programs: paths of the image's programs.
+        everything: also copy files that decide how any test runs.
 
-        Args:
-            path: PATH of the script; None for the image's.
-            code: code of the error if the script fails. If the container gives no answer, the code
-                is `start_failed`, because the agent did not cause that.
+    Returns:
+        What was left out, as `PATH: reason`.
 
-        Raises:
-            EnvError: the script failed.
-        """
-        as_root = TaskContainer(self._engine, self.id, None, replace(self.spec, user="0"))
-        variables = {"HOME": "/nonexistent"} | ({} if path is None else {"PATH": path})
-        ran = await as_root.script(
-            script, *arguments, timeout_s=60.0, max_bytes=16 << 20, environment=variables
-        )
-        if ran.exit_code != 0:
-            raise EnvError(
-                f"a script failed in a container of {self.spec.image[:19]}: {ran.errors[-300:]}",
-                code="start_failed" if ran.exit_code is None else code,
+    Raises:
+        EnvError: the changes are too large, or the engine failed.
+    """
+    changes = await source.changes()
+    kept, left_out = await source.call(
+        lambda client: _choose(changes, programs, everything)  # not in the event loop
+    )
+
+    def pack(client: DockerClient) -> None:
+        def refuse(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
+            if changes.get(path) == _CHANGED and _is_folder(client, target.id, path):
+                return "takes the place of a folder of the image"
+            return _leads_astray(path, member, content)
+
+        _pack(client, source.id, kept, changes, archive, left_out, None if everything else refuse)
+
+    with tempfile.TemporaryFile() as packed:
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            await source.call(pack)
+        packed.seek(0)
+        deleted = [path for path in kept if changes[path] == _DELETED]
+        for start in range(0, len(deleted), 200):
+            some = deleted[start : start + 200]
+            await as_root(target, 'rm -rf -- "$@"', *some, code=SCRIPT_FAILED)
+        await target.put(packed)
+    return left_out
+
+
+async def carry_folders(source: Container, target: Box, paths: Sequence[str]) -> list[str]:
+    """Copies files and folders to the same paths in another container; missing ones are
+    skipped.
+
+    Returns:
+        What was left out, as `PATH: reason`.
+
+    Raises:
+        EnvError: they are too large, or the engine failed.
+    """
+    left_out: list[str] = []
+    with tempfile.TemporaryFile() as packed:
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            # Skip paths in folders that are copied anyway: a second copy could follow a link.
+            whole = tuple(f"{path}/" for path in paths)
+            changes = dict.fromkeys((p for p in paths if not p.startswith(whole)), _ADDED)
+            await source.call(
+                lambda client: _pack(
+                    client, source.id, list(changes), changes, archive, left_out, is_hidden
+                )
             )
-        return ran.output
-
-    async def list_programs(self) -> frozenset[str]:
-        """Returns the paths of the programs in the image's PATH, and of its folders."""
-        found = await self.as_root(_LIST_PROGRAMS, path=None)
-        return frozenset(found.decode(errors="surrogateescape").split("\0")) - {""}
-
-    async def carry(
-        self, target: TaskContainer, programs: frozenset[str], *, everything: bool
-    ) -> list[str]:
-        """Writes this container's changes into an unused container of the same image.
-
-        Args:
-            programs: paths of the image's programs.
-            everything: also copy files that decide how any test runs.
-
-        Returns:
-            What was left out, as `PATH: reason`.
-
-        Raises:
-            EnvError: the changes are too large, or the engine failed.
-        """
-        changes = await self.changes()
-        kept, left_out = await self._call(
-            lambda client: _choose(changes, programs, everything)  # not in the event loop
-        )
-
-        def pack(client: DockerClient) -> None:
-            def refuse(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
-                if changes.get(path) == _CHANGED and _is_folder(client, target.id, path):
-                    return "takes the place of a folder of the image"
-                return _leads_astray(path, member, content)
-
-            _pack(client, self.id, kept, changes, archive, left_out, None if everything else refuse)
-
-        with tempfile.TemporaryFile() as packed:
-            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-                await self._call(pack)
-            packed.seek(0)
-            deleted = [path for path in kept if changes[path] == _DELETED]
-            for start in range(0, len(deleted), 200):
-                await target.as_root(
-                    'rm -rf -- "$@"', *deleted[start : start + 200], code=SCRIPT_FAILED
-                )
-            await target.put(packed)
-        return left_out
-
-    async def carry_folders(self, target: TaskContainer, paths: Sequence[str]) -> list[str]:
-        """Copies files and folders to the same paths in another container; missing ones are
-        skipped.
-
-        Returns:
-            What was left out, as `PATH: reason`.
-
-        Raises:
-            EnvError: they are too large, or the engine failed.
-        """
-        left_out: list[str] = []
-        with tempfile.TemporaryFile() as packed:
-            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-                # Skip paths in folders that are copied anyway: a second copy could follow a link.
-                whole = tuple(f"{path}/" for path in paths)
-                changes = dict.fromkeys((p for p in paths if not p.startswith(whole)), _ADDED)
-                await self._call(
-                    lambda client: _pack(
-                        client, self.id, list(changes), changes, archive, left_out, is_hidden
-                    )
-                )
-            packed.seek(0)
-            await target.put(packed)
-        return left_out
+        packed.seek(0)
+        await target.put(packed)
+    return left_out
 
 
 def _choose(
@@ -355,7 +338,7 @@ def is_hidden(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
 
 
 def _is_folder(client: DockerClient, container_id: str, path: str) -> bool:
-    with _archive(client, container_id, path) as archive:
+    with archive_of(client, container_id, path) as archive:
         member = archive.next() if archive is not None else None
         return member is not None and member.isdir()
 
@@ -384,7 +367,7 @@ def _pack(
         parent = path.rpartition("/")[0]
         if changes[path] == _DELETED or (changes.get(parent) == _ADDED and parent in wanted):
             continue
-        with _archive(client, container_id, path) as source:
+        with archive_of(client, container_id, path) as source:
             while source is not None and (member := source.next()) is not None:
                 inner = member.name.partition("/")[2]
                 full = f"{path}/{inner}" if inner else path
@@ -429,41 +412,3 @@ def _pack(
                         continue
                 added.add(member.name)
                 archive.addfile(member, content)
-
-
-@contextlib.contextmanager
-def _archive(
-    client: DockerClient, container_id: str, path: str
-) -> Iterator[tarfile.TarFile | None]:
-    """Yields a container's path as a streamed tar archive; None if there is nothing at the path."""
-    from docker.errors import NotFound
-
-    try:
-        chunks, _ = client.api.get_archive(container_id, path)
-    except NotFound as error:
-        if "such container" in str(error).lower():
-            raise
-        yield None
-        return
-    with contextlib.closing(chunks), tarfile.open(fileobj=_Chunks(chunks), mode="r|") as archive:
-        yield archive
-
-
-class _Chunks(io.RawIOBase):
-    """Presents an iterator of bytes as a file."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._rest = b""
-
-    def read(self, size: int = -1) -> bytes:
-        parts, length = [self._rest], len(self._rest)
-        while size < 0 or length < size:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            parts.append(chunk)
-            length += len(chunk)
-        whole = b"".join(parts)
-        taken, self._rest = (whole, b"") if size < 0 else (whole[:size], whole[size:])
-        return taken

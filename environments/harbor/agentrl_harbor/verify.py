@@ -7,20 +7,18 @@ import json
 import math
 from dataclasses import dataclass, field
 
+from agentrl.env.container.box import Box
 from agentrl.errors import DataError, EnvError
-from agentrl_harbor.provider import ProviderSandbox
-from agentrl_harbor.sandbox import SCRIPT_FAILED, TaskContainer
+from agentrl_harbor.sandbox import SCRIPT_FAILED, as_root
 from agentrl_harbor.task import Healthcheck, Step, pack
 
 MAX_REWARD_BYTES = 1 << 16
 _CLEAR = (
-    "rm -rf -- /logs/verifier /tests /solution && mkdir -p -- /logs/verifier /logs/agent "
+    "rm -rf -- /logs/verifier /tests /solution && mkdir -p -- /logs/verifier /tests /logs/agent "
     "/logs/artifacts && chmod 777 /logs/verifier /logs/agent /logs/artifacts"
 )
 _CLEAR_BUNDLED = _CLEAR.replace(" /tests", "")
 _RUN = "/tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
-
-Sandbox = TaskContainer | ProviderSandbox
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class Verified:
 
 
 async def verify(
-    container: Sandbox, step: Step, environment: dict[str, str], *, timeout_s: float
+    container: Box, step: Step, environment: dict[str, str], *, timeout_s: float
 ) -> Verified:
     """Runs a step's tests in a container that holds the agent's work, and reads the reward.
 
@@ -55,7 +53,7 @@ async def verify(
         and step.verifier.environment is not None
         and step.verifier.environment.docker_image is not None
     )
-    await container.as_root(_CLEAR_BUNDLED if bundled else _CLEAR, code=SCRIPT_FAILED)
+    await as_root(container, _CLEAR_BUNDLED if bundled else _CLEAR, code=SCRIPT_FAILED)
     if not bundled:
         await container.put(pack(step.folders), "/tests")
     ran = await container.script(_RUN, timeout_s=timeout_s, environment=environment)
@@ -70,7 +68,7 @@ async def verify(
     return Verified(rewards, output=output)
 
 
-async def wait_healthy(container: Sandbox, check: Healthcheck | None) -> None:
+async def wait_healthy(container: Box, check: Healthcheck | None) -> None:
     """Waits until a task's health check passes; returns at once without a check.
 
     Raises:
@@ -94,7 +92,7 @@ async def wait_healthy(container: Sandbox, check: Healthcheck | None) -> None:
         await asyncio.sleep(check.start_interval_sec if in_grace else check.interval_sec)
 
 
-async def _read(container: Sandbox) -> dict[str, float]:
+async def _read(container: Box) -> dict[str, float]:
     """Returns the rewards that the tests wrote.
 
     Raises:

@@ -435,15 +435,13 @@ def _derived(row: dict[str, Any], place: str) -> dict[str, Any]:
 async def _scrub(ids: dict[str, str], concurrency: int) -> None:
     import asyncio
 
-    from agentrl.env.container.engine import Engine
     from agentrl_swebench import images
 
-    engine = Engine()
     capacity = asyncio.Semaphore(concurrency)
 
     async def scrub_one(name: str, image_id: str) -> None:
         async with capacity:
-            made = await images.scrubbed(engine, image_id)
+            made = await images.scrubbed(image_id)
         print(f"{name}: scrubbed at {made.base.commit[:12]}", flush=True)
 
     async with asyncio.TaskGroup() as tasks:

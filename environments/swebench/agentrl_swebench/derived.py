@@ -15,12 +15,15 @@ import contextlib
 import hashlib
 from typing import Any
 
+from agentrl import runtime
+from agentrl.env.container.box import MAX_STREAM_BYTES, ProgramResult
 from agentrl.env.container.container import packed
 from agentrl.env.container.engine import connect, engine_errors
 from agentrl.errors import DataError
 from agentrl_swebench.adapters import MOVED_REPOSITORY, eval_script
-from agentrl_swebench.containers import WORKDIR, read_text, run_script, script_container
+from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.dataset import parse_row, test_names
+from agentrl_swebench.images import commit, is_local
 from agentrl_swebench.testfiles import named_file
 
 SMITH_REPOSITORY = "agentrl/swebench-smith"
@@ -35,16 +38,17 @@ export GIT_AUTHOR_DATE=2000-01-01T00:00:00Z GIT_COMMITTER_DATE=2000-01-01T00:00:
 git config --global --add safe.directory /testbed
 git reset -q --hard && good=$(git rev-parse HEAD)
 git apply --whitespace=nowarn /tmp/bug.patch
+rm /tmp/bug.patch
 [ -z "$*" ] || rm -f -- "$@"
 git checkout -q --orphan agentrl && git add -A && git commit -q -m Start
-git rev-parse HEAD > /tmp/base
-git diff --binary --full-index HEAD "$good" -- . $(printf ':(exclude)%s ' "$@") > /tmp/gold.diff
-: > /tmp/tests.diff
-[ -z "$*" ] || git diff --binary --full-index HEAD "$good" -- "$@" > /tmp/tests.diff
+printf '%s\0' "$(git rev-parse HEAD)"
+git diff --binary --full-index HEAD "$good" -- . $(printf ':(exclude)%s ' "$@")
+printf '\0'
+[ -z "$*" ] || git diff --binary --full-index HEAD "$good" -- "$@"
 """
 _MOVE = """
 set -eu
-[ -d "/$1/.git" ] || { echo "there is no repository at /$1"; exit 1; }
+[ -d "/$1/.git" ] || { echo "there is no repository at /$1" >&2; exit 1; }
 mv "/$1" /testbed
 ln -s /testbed "/$1"
 """
@@ -65,28 +69,25 @@ def make_smith_row(row: dict[str, Any], place: str) -> dict[str, Any]:
     files = sorted({named_file(test) for tests in required.values() for test in tests} - {""})
     source, bug = row["image_name"], row["patch"]
     tag = _tag(source, bug, *hidden)
-    with script_container(
-        source, _ADD_BUG, *hidden, run_id="smith", role="build", timeout_s=_WAIT_S
-    ) as container:
-        container.put_archive("/tmp", packed({"bug.patch": bug.encode()}))
-        if (said := run_script(container)) is not None:
-            raise DataError(f"{place}: the bug of {row['instance_id']} can't be made: {said}")
-        base, gold, tests = (
-            read_text(container, f"/tmp/{name}") for name in ("base", "gold.diff", "tests.diff")
-        )
-        _commit(container, SMITH_REPOSITORY, tag)
+    ran = runtime.run(
+        _derive(source, f"{SMITH_REPOSITORY}:{tag}", _ADD_BUG, *hidden, patch=bug.encode())
+    )
+    if ran.exit_code != 0:
+        said = ran.errors[-300:]
+        raise DataError(f"{place}: the bug of {row['instance_id']} can't be made: {said}")
+    base, gold, tests = ran.output.decode().split("\0")
     if not tests:
         raise DataError(f"{place}: {row['instance_id']} names no test files in FAIL_TO_PASS")
     made = row | {
         "version": "0",
-        "base_commit": base.strip(),
+        "base_commit": base,
         "patch": gold,
         "test_patch": tests,
         "image": f"{SMITH_REPOSITORY}:{tag}",
         "log_parser": "parse_log_pytest",
         "eval_type": "pass_and_fail",
         "eval_script": eval_script(
-            base_commit=base.strip(),
+            base_commit=base,
             install="",
             test="pytest -rA --color=no -p no:cacheprovider " + " ".join(files),
             test_patch=tests,
@@ -109,16 +110,12 @@ def make_moved_row(row: dict[str, Any], place: str) -> dict[str, Any]:
     source, name = row["image_name"], row["repo"].partition("/")[2]
     tag = _tag(source)
     image = f"{MOVED_REPOSITORY}:{tag}"
-    with engine_errors(), contextlib.closing(connect(timeout_s=_WAIT_S)) as client:
-        is_there = bool(client.images.list(image))
+    with engine_errors(), contextlib.closing(connect()) as client:
+        is_there = is_local(client, image)
     if not is_there:
-        options = {"user": "root", "working_dir": "/"}
-        with script_container(
-            source, _MOVE, name, run_id="moved", role="build", timeout_s=_WAIT_S, **options
-        ) as container:
-            if (said := run_script(container)) is not None:
-                raise DataError(f"{place}: image {source}: {said}")
-            _commit(container, MOVED_REPOSITORY, tag)
+        ran = runtime.run(_derive(source, image, _MOVE, name))
+        if ran.exit_code != 0:
+            raise DataError(f"{place}: image {source}: {ran.errors[-300:]}")
     return row | {"image_name": image}
 
 
@@ -126,8 +123,23 @@ def _tag(*made_of: str) -> str:
     return hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:24]
 
 
-def _commit(container: Any, repository: str, tag: str) -> None:
-    # Otherwise the script would become the image's command. `changes` of the engine's commit cannot
-    # remove an entry point.
-    settings = {"Cmd": ["/bin/bash"], "Entrypoint": [], "WorkingDir": WORKDIR}
-    container.commit(repository, tag, conf=settings)
+async def _derive(
+    source: str, image: str, script: str, *arguments: str, patch: bytes = b""
+) -> ProgramResult:
+    """Makes an image of what a script did in one; of a script that failed, none.
+
+    Args:
+        patch: what the script finds in /tmp/bug.patch.
+    """
+    container = await InstanceContainer.start(source, run_id="derive", role="build", workdir="/")
+    try:
+        if patch:
+            await container.put(packed({"bug.patch": patch}), "/tmp")
+        ran = await container.script(
+            script, *arguments, timeout_s=_WAIT_S, max_bytes=MAX_STREAM_BYTES
+        )
+        if ran.exit_code == 0:
+            await commit(container, image)
+        return ran
+    finally:
+        await container.end()

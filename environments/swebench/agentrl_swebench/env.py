@@ -25,7 +25,7 @@ from pydantic import Field
 
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.container.container import MAX_COMMAND_CHARS, describe
-from agentrl.env.container.engine import Engine, connect, reap_abandoned
+from agentrl.env.container.engine import connect, reap_abandoned
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
@@ -128,7 +128,6 @@ class Shared:
     """Image id by name as first resolved, so that a moved tag changes nothing within a run."""
     scrubbed: dict[str, images.Scrubbed] = field(default_factory=dict)
     """Scrubbed image by the id of its source."""
-    engine: Engine = field(default_factory=Engine)
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while an image is resolved or pulled, so that no image is pulled twice."""
     creates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
@@ -281,9 +280,9 @@ class SWEBenchEnvironment(Environment):
         shared: Shared = self.shared
         source_id = shared.image_ids.get(name) or await asyncio.to_thread(self._pin, name)
         if source_id not in shared.scrubbed:
-            shared.scrubbed[source_id] = await images.scrubbed(shared.engine, source_id)
+            shared.scrubbed[source_id] = await images.scrubbed(source_id)
         found = shared.scrubbed[source_id]
-        if not await images.present(shared.engine, found):
+        if not await images.present(found):
             # Another program removed the image; a repeated call pulls the row's image again.
             shared.scrubbed.pop(source_id, None)
             shared.image_ids.pop(name, None)
@@ -313,11 +312,10 @@ class SWEBenchEnvironment(Environment):
     async def _start(self) -> None:
         keys = {"memory_mb", "cpus", "max_processes", "disk_mb"}
         limits = self.config.model_dump(include=keys)
-        engine: Engine = self.shared.engine
         async with self.shared.creating():
-            await images.check_disk(engine, MIN_FREE_BYTES)
+            await images.check_disk(MIN_FREE_BYTES)
             self._container = await InstanceContainer.start(
-                engine, self._image.image_id, run_id=self._run_id, **limits
+                self._image.image_id, run_id=self._run_id, **limits
             )
             try:
                 await check_scrubbed(self._container, self._image.base)

@@ -157,16 +157,11 @@ async def evaluate(
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns the results of all calls. If one fails or this is cancelled, the others are cancelled
     and awaited, because a call that is still cleaning up when its loop ends leaves a container."""
-    tasks = [asyncio.create_task(each) for each in calls]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()  # only once: a second cancellation would interrupt the clean-up
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in calls]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 
 

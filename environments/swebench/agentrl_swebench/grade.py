@@ -41,9 +41,10 @@ from typing import Any, Literal
 
 from agentrl.env.container.engine import EngineError
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
+from agentrl.runtime import retry
 from agentrl_swebench import images
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.harness import Evidence, GradingLimits, current_engine, run_harness
+from agentrl_swebench.harness import Evidence, GradingLimits, run_harness
 from agentrl_swebench.policy import POLICY_VERSIONS, Policy, Submission, make_submission
 from agentrl_swebench.withheld_run import Withheld, prepare
 
@@ -324,16 +325,15 @@ async def _without_history(instance: Instance) -> tuple[Instance, str]:
     Raises:
         EnvError: the image is missing or cannot be scrubbed, or the engine does not answer.
     """
-    for pause in (*BACK_OFF_S[: _NUM_RETRIES["no_engine"]], None):
-        try:
-            made = await images.scrubbed_of(current_engine(), instance.image)
-            tag = images.scrubbed_tag(made.source_id)
-            return dataclasses.replace(instance, image=tag), made.source_id
-        except (EnvUnavailable, EngineError):
-            if pause is None:
-                raise
-            await asyncio.sleep(pause)
-    raise AssertionError
+    made = await retry(
+        lambda _: images.scrubbed_of(instance.image),
+        retry_after_s=lambda e: 0.0 if isinstance(e, EnvUnavailable | EngineError) else None,
+        first_pause_s=BACK_OFF_S[0],
+        max_pause_s=BACK_OFF_S[-1],
+        max_attempts=1 + _NUM_RETRIES["no_engine"],
+    )
+    tag = images.scrubbed_tag(made.source_id)
+    return dataclasses.replace(instance, image=tag), made.source_id
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-import functools
 import os
 import shlex
 import shutil
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from agentrl.env.container.container import packed
-from agentrl.env.container.engine import Engine, ImageMissing, engine_errors
+from agentrl.env.container.engine import ImageMissing, engine_errors
 from agentrl.errors import AgentRLError, EnvError, EnvUnavailable
 from agentrl_swebench import images, official
-from agentrl_swebench.containers import InstanceContainer
+from agentrl_swebench.containers import InstanceContainer, current_engine
 from agentrl_swebench.dataset import Instance
 
 if TYPE_CHECKING:
@@ -94,16 +93,6 @@ class Evidence:
     least_free_bytes: int | None = None
     image_id: str = ""
     seconds: float = 0.0
-
-
-@functools.cache
-def _engine(address: str | None) -> Engine:
-    return Engine()
-
-
-def current_engine() -> Engine:
-    """Returns the engine that DOCKER_HOST names now."""
-    return _engine(os.environ.get("DOCKER_HOST"))
 
 
 class _Failed(Exception):
@@ -210,7 +199,6 @@ async def _container(
     container = None
     try:
         container = await InstanceContainer.start(
-            engine,
             found[image],
             run_id=run_id,
             role="grade",
@@ -299,7 +287,7 @@ class _Run:
             content = self._patch.encode()
             (self._folder / "patch.diff").write_bytes(content)
             folder, name = os.path.split(prepared["patch_file"])
-            await container.execute(["mkdir", "-p", folder])
+            await container.output_of(["mkdir", "-p", folder])
             await container.put(packed({name: content}), folder)
             await self._apply(container, prepared)
         before = await self._difference(container)
@@ -317,26 +305,29 @@ class _Run:
         file, output = prepared["patch_file"], b""
         for number, command in enumerate(prepared["apply"]):
             if number:  # a failed attempt may leave a part of the patch
-                await container.execute(["/bin/bash", "-c", "git checkout -- . ; git clean -fd"])
-            exit_code, output = await container.execute([*shlex.split(command), file])
+                await container.output_of(["/bin/bash", "-c", "git checkout -- . ; git clean -fd"])
+            exit_code, output = await container.output_of([*shlex.split(command), file])
             if exit_code == 0:
                 return self.log(f"{prepared['applied']}:\n{output.decode()}")
             self.log(f"Failed to apply patch to container: {command}")
-        exit_code, _ = await container.execute(["git", "apply", "--check", "--reverse", file])
+        exit_code, _ = await container.output_of(["git", "apply", "--check", "--reverse", file])
         if exit_code != 0:
             raise _Failed("patch", f"{prepared['not_applied']}:\n{output.decode()}")
         return self.log(f"{prepared['applied']}: verified already applied")
 
     async def _difference(self, container: InstanceContainer) -> str:
-        _, output = await container.execute(["git", "-c", "core.fileMode=false", "diff"])
+        _, output = await container.output_of(["git", "-c", "core.fileMode=false", "diff"])
         return output.decode().strip()
 
     async def _run_script(self, container: InstanceContainer, output: Path) -> None:
         self.output = output
         with output.open("w") as file:
             text = _Text(file)
-            ran = await container.attend(
-                ["/bin/bash", "/eval.sh"], text.add, self.timeout_s, MAX_OUTPUT_BYTES
+            ran = await container.execute(
+                ["/bin/bash", "/eval.sh"],
+                timeout_s=self.timeout_s,
+                max_bytes=MAX_OUTPUT_BYTES,
+                add=text.add,
             )
             text.add(1, b"", final=True)
             if ran.timed_out:

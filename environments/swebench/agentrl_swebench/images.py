@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from agentrl.env.container.engine import (
-    Engine,
     EngineError,
     ImageMissing,
     connect,
@@ -36,7 +35,7 @@ from agentrl.env.container.engine import (
     is_podman,
 )
 from agentrl.errors import EnvError, EnvUnavailable
-from agentrl_swebench.containers import InstanceContainer
+from agentrl_swebench.containers import WORKDIR, InstanceContainer, current_engine
 from agentrl_swebench.patch import SCRUB_VERSION, Base, ScrubError, scrub
 
 if TYPE_CHECKING:
@@ -213,13 +212,13 @@ def touch(image_ids: Iterable[str], *, managed: bool = False) -> None:
             state[image_id] = {"used": time.time(), "managed": managed or before["managed"]}
 
 
-async def check_disk(engine: Engine, min_free_bytes: int) -> None:
+async def check_disk(min_free_bytes: int) -> None:
     """Checks that the engine's disk has enough space, without which containers fail in odd ways.
 
     Raises:
         EnvUnavailable: fewer than `min_free_bytes` are free.
     """
-    free = await engine.call(free_bytes)
+    free = await current_engine().call(free_bytes)
     if free is not None and free < min_free_bytes:
         raise EnvUnavailable(
             f"the Docker engine's disk has {free / 2**20:,.0f} MiB free, too little for another "
@@ -228,40 +227,40 @@ async def check_disk(engine: Engine, min_free_bytes: int) -> None:
         )
 
 
-async def resolve(engine: Engine, name: str) -> str:
+async def resolve(name: str) -> str:
     """Returns the id of a local image.
 
     Raises:
         ImageMissing: the image is not local.
     """
-    return (await _inspect(engine, name))["Id"]
+    return (await _inspect(name))["Id"]
 
 
-async def scrubbed(engine: Engine, source_id: str) -> Scrubbed:
+async def scrubbed(source_id: str) -> Scrubbed:
     """Returns the scrubbed image of an image; makes it if there is none.
 
     Raises:
         EnvError: the history cannot be scrubbed, or the engine failed.
     """
     async with _making[id(asyncio.get_running_loop()), source_id]:
-        return await _scrubbed(engine, source_id)
+        return await _scrubbed(source_id)
 
 
 _making: dict[tuple[int, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
 
-async def _scrubbed(engine: Engine, source_id: str) -> Scrubbed:
+async def _scrubbed(source_id: str) -> Scrubbed:
     tag = scrubbed_tag(source_id)
     try:
-        found = _scrubbed_from(await _inspect(engine, tag), source_id)
+        found = _scrubbed_from(await _inspect(tag), source_id)
         if found is not None:
             return found
     except ImageMissing:
         pass
-    container = await InstanceContainer.start(engine, source_id, run_id="scrub", role="build")
+    container = await InstanceContainer.start(source_id, run_id="scrub", role="build")
     try:
         base = await scrub(container)
-        await asyncio.to_thread(_commit, container.id, tag, source_id, base)
+        await commit(container, tag, {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree})
     except ScrubError as error:
         raise EnvError(
             f"the history in image {source_id} can't be scrubbed ({error}); no agent may see it",
@@ -269,14 +268,14 @@ async def _scrubbed(engine: Engine, source_id: str) -> Scrubbed:
         ) from error
     finally:
         await container.remove()
-    found = _scrubbed_from(await _inspect(engine, tag), source_id)
+    found = _scrubbed_from(await _inspect(tag), source_id)
     if found is None:
         raise EnvError(f"image {tag} was made without its labels", code="scrub_failed")
     touch([found.image_id], managed=True)
     return found
 
 
-async def scrubbed_of(engine: Engine, name: str) -> Scrubbed:
+async def scrubbed_of(name: str) -> Scrubbed:
     """Returns the scrubbed image of a row's image, which is pulled if it is not local.
 
     Raises:
@@ -284,38 +283,52 @@ async def scrubbed_of(engine: Engine, name: str) -> Scrubbed:
         EnvError: the history cannot be scrubbed, or the engine failed.
     """
     try:
-        source_id = await resolve(engine, name)
+        source_id = await resolve(name)
     except ImageMissing:
         source_id = (await asyncio.to_thread(lambda: pull(connect(timeout_s=3600), [name])))[name]
-    return await scrubbed(engine, source_id)
+    return await scrubbed(source_id)
 
 
-def _commit(container_id: str, tag: str, source_id: str, base: Base) -> None:
-    with engine_errors():
-        client = connect(timeout_s=600)
-        user = client.api.inspect_image(source_id)["Config"].get("User") or "0:0"
-        its_labels = {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree}
-        # Otherwise the entry point and user of this container would become the image's.
-        config = {"Labels": its_labels, "User": user, "Entrypoint": [], "Cmd": ["/bin/bash"]}
-        changes = None
-        if is_podman(client):  # it ignores the configuration; Docker ignores an empty ENTRYPOINT
-            changes = [f"LABEL {name}={value}" for name, value in its_labels.items()]
-            changes += [f"USER {user}", "ENTRYPOINT []", 'CMD ["/bin/bash"]']
-        client.api.commit(
-            container_id,
-            repository=SCRUBBED,
-            tag=tag.rpartition(":")[2],
-            message=f"scrubbed from {source_id}",
-            conf=config,
-            changes=changes,
-        )
+async def commit(
+    container: InstanceContainer, name: str, its_labels: Mapping[str, str] | None = None
+) -> None:
+    """Makes an image of a container: the settings are those of its own image, without an entry
+    point, and commands start in WORKDIR.
+
+    Raises:
+        EnvError: the engine failed.
+    """
+
+    def make() -> None:
+        with engine_errors(), contextlib.closing(connect(timeout_s=600)) as client:
+            source = container.spec.image
+            user = client.api.inspect_image(source)["Config"].get("User") or "0:0"
+            found = dict(its_labels or {})
+            # Otherwise the entry point and user of this container would become the image's.
+            config = {"Labels": found, "User": user, "Entrypoint": [], "Cmd": ["/bin/bash"]}
+            changes = None
+            if is_podman(client):  # it ignores the configuration; Docker ignores ENTRYPOINT []
+                changes = [f"LABEL {name}={value}" for name, value in found.items()]
+                changes += [f"USER {user}", "ENTRYPOINT []", 'CMD ["/bin/bash"]']
+                changes += [f"WORKDIR {WORKDIR}"]
+            repository, _, tag = name.rpartition(":")
+            client.api.commit(
+                container.id,
+                repository=repository,
+                tag=tag,
+                message=f"made from {source}",
+                conf=config | {"WorkingDir": WORKDIR},
+                changes=changes,
+            )
+
+    await asyncio.to_thread(make)
 
 
-async def present(engine: Engine, made: Scrubbed) -> bool:
+async def present(made: Scrubbed) -> bool:
     """Tells whether an image and its source are still local."""
     try:
-        await _inspect(engine, made.image_id)
-        await _inspect(engine, made.source_id)
+        await _inspect(made.image_id)
+        await _inspect(made.source_id)
     except ImageMissing:
         return False
     return True
@@ -333,9 +346,9 @@ def _scrubbed_from(description: dict, source_id: str) -> Scrubbed | None:
     return Scrubbed(description["Id"], source_id, base)
 
 
-async def _inspect(engine: Engine, name: str) -> dict[str, Any]:
+async def _inspect(name: str) -> dict[str, Any]:
     try:
-        return await engine.call(lambda client: client.api.inspect_image(name))
+        return await current_engine().call(lambda client: client.api.inspect_image(name))
     except EngineError as error:
         if error.engine_status != 404:
             raise

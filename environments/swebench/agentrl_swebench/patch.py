@@ -17,6 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from agentrl.env.container.programs import PROGRAM_PATH
 from agentrl.errors import EnvError
 from agentrl_swebench.containers import WORKDIR, InstanceContainer
 from agentrl_swebench.diff import PatchFormatError, Section, parse_patch
@@ -275,9 +276,10 @@ async def _difference(
         if wrote.exit_code == _BASE_GONE:
             return b"", "the agent removed the repository's first state", ()
         errors = wrote.errors[-300:] or (
-            f"more than {_MAX_DIFF_BYTES:,} bytes" if wrote.too_long else "it took too long"
+            f"more than {_MAX_DIFF_BYTES:,} bytes" if wrote.flooded else "it took too long"
         )
-    if changed := await container.changed_programs():
+    # As the engine lists it, since no program in the container can be trusted.
+    if changed := [path for path in await container.changes() if PROGRAM_PATH.fullmatch(path)]:
         return b"", f"the agent changed the programs that take the difference ({changed[0]})", ()
     raise EnvError(f"git could not take the difference: {errors}", code="extract_failed")
 

@@ -9,16 +9,11 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from agentrl.env.container.box import MAX_STREAM_BYTES
 from agentrl.env.container.container import packed
 from agentrl.errors import EnvError
-from agentrl_swebench.containers import (
-    WORKDIR,
-    read_text,
-    run_script,
-    script_container,
-)
+from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import parse_patch
 
@@ -51,7 +46,7 @@ def named_file(test: str) -> str:
     return path if "::" in test and is_inside and re.fullmatch(r"[\w./+-]+\.\w+", path) else ""
 
 
-def read_test_files(instance: Instance, run_id: str) -> TestFiles:
+async def read_test_files(instance: Instance, run_id: str) -> TestFiles:
     """Reads the tests' files from an instance's image, applies the hidden tests there and reads
     them again.
 
@@ -62,30 +57,28 @@ def read_test_files(instance: Instance, run_id: str) -> TestFiles:
     sections = parse_patch(instance.test_patch)
     paths = {path for each in sections for path in each.paths}
     paths |= {named_file(test) for test in instance.fail_to_pass} - {""}
-    with script_container(
-        instance.image,
-        _APPLY,
-        run_id=run_id,
-        role="grade",
-        timeout_s=_WAIT_S,
-        mem_limit="2g",
-        pids_limit=256,
-    ) as container:
-        before = _read(container, sorted(paths))
-        patch = "".join(each.text for each in sections)
-        container.put_archive("/tmp", packed({"test.patch": patch.encode()}))
-        if patch and (said := run_script(container)) is not None:
-            raise EnvError(f"the hidden tests of {instance.instance_id} do not apply: {said}")
-        return TestFiles(before, _read(container, sorted(paths)))
+    container = await InstanceContainer.start(instance.image, run_id=run_id, role="build")
+    try:
+        before = await _read(container, paths)
+        if patch := "".join(each.text for each in sections):
+            await container.put(packed({"test.patch": patch.encode()}), "/tmp")
+            home = {"HOME": "/tmp"}
+            ran = await container.script(_APPLY, timeout_s=_WAIT_S, environment=home)
+            if ran.exit_code != 0:
+                said = ran.errors[-300:]
+                raise EnvError(f"the hidden tests of {instance.instance_id} do not apply: {said}")
+        return TestFiles(before, await _read(container, paths))
+    finally:
+        await container.end()
 
 
-def _read(container: Any, paths: list[str]) -> dict[str, str]:
-    from docker.errors import NotFound
-
+async def _read(container: InstanceContainer, paths: set[str]) -> dict[str, str]:
     texts = {}
-    for path in paths:
-        with contextlib.suppress(NotFound, UnicodeDecodeError):
-            texts[path] = read_text(container, f"{WORKDIR}/{path}")
+    for path in sorted(paths):
+        content = await container.get(path, MAX_STREAM_BYTES)
+        with contextlib.suppress(UnicodeDecodeError):
+            if content is not None:
+                texts[path] = content.decode()
     return texts
 
 

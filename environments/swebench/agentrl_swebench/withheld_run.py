@@ -97,7 +97,7 @@ _making: dict[tuple[int, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 async def _prepared(instance: Instance, run: RunHarness, run_id: str) -> Withheld:
     nothing = Withheld(instance, "", {}, {}, instance.fail_to_pass, frozenset(), suffices=False)
     try:
-        files = await asyncio.to_thread(read_test_files, instance, run_id)
+        files = await read_test_files(instance, run_id)
         changed, mark, probes = _without_values(instance, files)
     except PatchFormatError:
         return nothing

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,10 +17,10 @@ from agentrl.env.container.engine import (
     Engine,
     EngineError,
     ImageMissing,
-    Owner,
     connect,
     current_owner,
     labels,
+    owner_name,
     reap,
 )
 from agentrl.env.container.output import Clip, take_frames
@@ -217,12 +216,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed(base_image):
         [sys.executable, "-c", OWNER, base_image], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    owner = Owner(
-        current_owner().boot_id,
-        current_owner().pid_namespace,
-        process.pid,
-        int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]),
-    )
+    owner = owner_name(process.pid)
     command = ["docker", "ps", "-aq", "--filter", f"label={OWNER_LABEL}={owner}"]
     # One that was made and not started is another test's matter.
     running = ["docker", "ps", "-q", *command[3:]]
@@ -241,8 +235,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed(base_image):
 
 @pytest.mark.docker
 def test_what_never_started_is_removed_by_the_next_start(base_image):
-    me = current_owner()
-    gone = Owner(me.boot_id, me.pid_namespace, 2**30, 1)
+    gone = owner_name(os.getpid()) + "0"  # started much later
 
     client = connect()
     made = client.containers.create(base_image, ["true"], labels=labels("x", "episode", owner=gone))

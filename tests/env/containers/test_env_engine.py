@@ -6,65 +6,51 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from agentrl.env.container.engine import (
     Engine,
     EngineError,
-    Owner,
     abandoned,
     connect,
     current_owner,
     labels,
+    owner_name,
 )
 from agentrl.errors import ConfigError, EnvUnavailable
 
 
-def test_an_owner_is_alive_until_it_ends_and_never_again():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        code = "from agentrl.env.container.engine import current_owner; print(current_owner())"
-        child = Owner.parse(
-            subprocess.check_output([sys.executable, "-c", code], text=True).strip()
-        )
-        assert child is not None and child.alive() is False
+def why_abandoned(owner, *, later_s=0.0):
+    return abandoned(labels("run", "agent", owner=owner), time.time() + later_s) or ""
 
-        me = current_owner()
-        assert me.alive() is True
-        assert Owner.parse(str(me)) == me
-        reused = Owner(me.boot_id, me.pid_namespace, me.pid, me.start_ticks - 1)
-        assert reused.alive() is False
-    finally:
-        process.kill()
-        process.wait()
+
+def test_an_owner_is_alive_until_it_ends_and_never_again():
+    me = current_owner()
+    assert why_abandoned(me) == ""
+    code = "from agentrl.env.container.engine import current_owner; print(current_owner())"
+    child = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+    assert child.rpartition("/")[0] != me.rpartition("/")[0]
+    assert "is gone" in why_abandoned(child)
+    place, _, ticks = me.rpartition("/")
+    assert "is gone" in why_abandoned(f"{place}/{int(ticks) - 1}")  # the id was used again
 
 
 def test_a_zombie_does_not_own_anything():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    me = current_owner()
-    ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    child = Owner(me.boot_id, me.pid_namespace, process.pid, ticks)
-    assert child.alive() is True
+    child = owner_name(process.pid)
+    assert why_abandoned(child) == ""
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and not waited for
-    assert child.alive() is False
+    assert "is gone" in why_abandoned(child)
     process.communicate()
 
 
 def test_only_what_is_surely_nobodys_is_abandoned():
-    mine = labels("run", "agent")
-    now = time.time()
-    assert abandoned(mine, now) is None
-    me = current_owner()
-    gone = labels("run", "agent", owner=Owner(me.boot_id, me.pid_namespace, 2**30, 1))
-    assert "is gone" in (abandoned(gone, now) or "")
-    elsewhere = labels("run", "agent", owner=Owner("other", "1", 5, 5))
-    assert abandoned(elsewhere, now) is None
-    assert "life" in (abandoned(elsewhere, now + 10 * 3600) or "")
-    assert abandoned({"agentrl.owner": "nonsense"}, now) is None
-    assert Owner.parse("a/b/-1/c") is None
+    for elsewhere in ("other/1/5/5", "nonsense", "a/b/-1/c"):
+        assert why_abandoned(elsewhere) == ""
+        assert "life" in why_abandoned(elsewhere, later_s=10 * 3600)
+    assert abandoned({"agentrl.owner": "nonsense"}, time.time()) is None
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_commands_files_and_their_bounds(provider, tmp_path):
         assert await sandbox.get("/srv/d/five", 5) == b"12345"
         for path, limit in (("d/five", 4), ("d/link", 9), ("d", 9), ("none", 9)):
             assert await sandbox.get(f"/srv/{path}", limit) is None, path
+        await sandbox.run("mkdir '/opt/new folder'", timeout_s=30)
         await sandbox.put(_archive({"deep/er/bytes": content}), "/opt/new folder")
         assert await sandbox.get("/opt/new folder/deep/er/bytes", 1 << 20) == content
         wrote = await sandbox.script(
@@ -104,7 +105,7 @@ def test_commands_files_and_their_bounds(provider, tmp_path):
         found = await other.run("cat out/good; ls out; ls", timeout_s=30)
         assert found.output == "1\ngood\nin\nout\n"
         for each in (sandbox, other, other):
-            await each.remove()
+            await each.end()
         with pytest.raises(EnvError):
             await other.run("true", timeout_s=30)
 

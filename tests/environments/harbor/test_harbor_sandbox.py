@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.env.container.container import ContainerSpec
+from agentrl.env.container.container import Container, ContainerSpec
 from agentrl.errors import DataError
 from agentrl_harbor import sandbox
-from agentrl_harbor.sandbox import TaskContainer, _choose, _leads_astray, _pack, _reason, is_hidden
+from agentrl_harbor.sandbox import (
+    _choose,
+    _leads_astray,
+    _pack,
+    _reason,
+    carry,
+    carry_folders,
+    is_hidden,
+)
 from agentrl_harbor.verify import _read
 
 PROGRAMS = frozenset({"/usr/bin/python3", "/usr/bin/grep", "/usr/local/bin/other"})
@@ -208,7 +216,7 @@ def test_artifacts_may_be_links_but_not_to_tests():
     [b'{"reward": 1' + b"0" * 400 + b"}", b"[" * 60_000, b'{"reward": "1"}', b"NaN", b"{", b"null"],
 )
 def test_a_reward_that_is_no_number_is_a_verdict_and_no_failure(written):
-    container = TaskContainer(
+    container = Container(
         PretendedEngine({"/logs/verifier/reward.json": written}),  # type: ignore[arg-type]
         "id",
         None,
@@ -228,7 +236,7 @@ class Fresh:
         with tarfile.open(fileobj=packed) as archive:
             self.names = ["/" + name for name in archive.getnames()]
 
-    async def as_root(self, script, *arguments, **options):
+    async def script(self, script, *arguments, **options):
         raise AssertionError("nothing was deleted")
 
 
@@ -237,9 +245,9 @@ def test_a_folder_of_the_image_is_not_exchanged_for_a_link(everything):
     image = {"/usr/local/bin": None, "/app": None, "/app/now": ("->", "one")}
     files = image | {"/usr/local/bin": ("->", "/opt/bin"), "/app/now": ("->", "two")}
     files |= {"/opt/bin": None, "/opt/bin/cat": b"liar"}
-    container = TaskContainer(PretendedEngine(files, image), "agent", None, ContainerSpec("image"))  # type: ignore[arg-type]
+    container = Container(PretendedEngine(files, image), "agent", None, ContainerSpec("image"))  # type: ignore[arg-type]
     fresh = Fresh()
-    left_out = asyncio.run(container.carry(fresh, PROGRAMS, everything=everything))  # type: ignore[arg-type]
+    left_out = asyncio.run(carry(container, fresh, PROGRAMS, everything=everything))  # type: ignore[arg-type]
     exchanged = "/usr/local/bin: takes the place of a folder of the image"
     assert left_out == ([] if everything else [exchanged])
     assert ("/usr/local/bin" in fresh.names) == everything
@@ -248,10 +256,10 @@ def test_a_folder_of_the_image_is_not_exchanged_for_a_link(everything):
 
 def test_an_artifact_in_an_artifact_is_written_once():
     files: dict = {"/app/a/bin": None, "/app/a/bin/grep": b"liar"}
-    container = TaskContainer(PretendedEngine(files), "agent", None, ContainerSpec("image"))  # type: ignore[arg-type]
+    container = Container(PretendedEngine(files), "agent", None, ContainerSpec("image"))  # type: ignore[arg-type]
     fresh = Fresh()
-    asyncio.run(container.carry_folders(fresh, ["/app/a/bin", "/logs/artifacts"]))  # type: ignore[arg-type]
+    asyncio.run(carry_folders(container, fresh, ["/app/a/bin", "/logs/artifacts"]))  # type: ignore[arg-type]
     assert fresh.names == ["/app/a/bin", "/app/a/bin/grep"]
     files["/app"] = None
-    asyncio.run(container.carry_folders(fresh, ["/app", "/app/a/bin"]))  # type: ignore[arg-type]
+    asyncio.run(carry_folders(container, fresh, ["/app", "/app/a/bin"]))  # type: ignore[arg-type]
     assert fresh.names == ["/app", "/app/a/bin", "/app/a/bin/grep"]

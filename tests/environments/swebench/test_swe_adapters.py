@@ -181,23 +181,26 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
     """From the fixture's repaired repository, and the way from there to the bug as its patch."""
     spans = fixture_instances["agentrl__spans-1"]
     script = (
-        "cd /testbed && git apply /tmp/p && git config user.email a@b && git config user.name a "
-        "&& git commit -qam fixed && git diff HEAD HEAD~1 -- spans > /tmp/bug"
+        "cd /testbed && git apply /tmp/p && rm /tmp/p && git config user.email a@b && "
+        "git config user.name a && git commit -qam fixed && git diff HEAD HEAD~1 -- spans"
     )
     from agentrl.env.container.container import packed
-    from agentrl_swebench.containers import read_text
+    from agentrl_swebench.containers import InstanceContainer
     from agentrl_swebench.derived import SMITH_REPOSITORY
+    from agentrl_swebench.images import commit
 
-    made = engine.containers.create(spans.image, ["bash", "-c", script], network_mode="none")
-    both = spans.patch + spans.test_patch
-    try:
-        made.put_archive("/tmp", packed({"p": both.encode()}))
-        made.start()
-        assert made.wait()["StatusCode"] == 0, made.logs()
-        bug = read_text(made, "/tmp/bug")
-        made.commit("agentrl/test-smith", "1")
-    finally:
-        made.remove(force=True)
+    async def fixed():
+        made = await InstanceContainer.start(spans.image, run_id="t", role="build")
+        try:
+            await made.put(packed({"p": (spans.patch + spans.test_patch).encode()}), "/tmp")
+            ran = await made.script(script, timeout_s=60, environment={"HOME": "/root"})
+            assert ran.exit_code == 0, ran
+            await commit(made, "agentrl/test-smith:1")
+            return ran.output.decode()
+        finally:
+            await made.end()
+
+    bug = asyncio.run(fixed())
     row = {
         "instance_id": "own__spans.abcdef12.func_basic__x1",
         "repo": "swesmith/own__spans.abcdef12",
@@ -218,7 +221,11 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
         )
         shown = engine.containers.run(
             instance.image,
-            ["bash", "-c", "cd /testbed; git log --oneline | wc -l; ls tests; git status --short"],
+            [
+                "bash",
+                "-c",
+                "git log --oneline | wc -l; ls tests; git status --short; ls /tmp",
+            ],
             network_mode="none",
             remove=True,
         )

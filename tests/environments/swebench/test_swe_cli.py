@@ -10,7 +10,7 @@ import pytest
 from test_swe_dataset import ROW
 
 from agentrl.cli.main import main
-from agentrl.env.container.engine import Owner, current_owner, labels
+from agentrl.env.container.engine import current_owner, labels
 from agentrl.errors import ConfigError, DataError
 from agentrl_swebench.cli import app
 
@@ -113,8 +113,7 @@ def test_a_choice_of_instances_that_makes_no_sense(tmp_path, chosen, message):
 @pytest.mark.docker
 def test_doctor_reap_and_pull(fixture_dir, engine, capsys):
     dataset = fixture_dir / "dataset.jsonl"
-    me = current_owner()
-    gone = labels("run", "grade", owner=Owner(me.boot_id, me.pid_namespace, 2**30, 1))
+    gone = labels("run", "grade", owner=current_owner() + "0")  # which started much later
     image = "agentrl/swebench-fixture:agentrl-spans-1"
     for _ in range(3):  # the watchdog of an earlier test's process may be before us
         left = engine.containers.create(image, ["true"], labels=gone)

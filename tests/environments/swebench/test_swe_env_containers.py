@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentrl.env.container.container import ContainerGone
-from agentrl.env.container.engine import Engine
 from agentrl_swebench import images
 from agentrl_swebench.containers import File, InstanceContainer
 
@@ -19,7 +18,7 @@ SMALL = {"memory_mb": 256, "max_processes": 48}
 
 @asynccontextmanager
 async def container(limits=SMALL):
-    made = await InstanceContainer.start(Engine(), IMAGE, run_id="test", **limits)
+    made = await InstanceContainer.start(IMAGE, run_id="test", **limits)
     try:
         yield made
     finally:

@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 
-from agentrl.env.container.engine import Engine
 from agentrl.errors import EnvError
 from agentrl_swebench import images
 from agentrl_swebench import patch as patch_module
@@ -26,9 +25,8 @@ def _state(monkeypatch, tmp_path):
 
 def in_scrubbed(scenario, image=IMAGE):
     async def play():
-        async_engine = Engine()
-        made = await images.scrubbed(async_engine, await images.resolve(async_engine, image))
-        container = await InstanceContainer.start(async_engine, made.image_id, run_id="test")
+        made = await images.scrubbed(await images.resolve(image))
+        container = await InstanceContainer.start(made.image_id, run_id="test")
         try:
             return await scenario(container, made.base)
         finally:
@@ -123,10 +121,9 @@ def test_packs_that_git_would_keep_are_scrubbed_too(fixture_dir, engine, mark):
 
 def test_an_image_without_a_repository_is_refused(fixture_dir):
     async def play():
-        async_engine = Engine()
-        source = await images.resolve(async_engine, "agentrl/swebench-fixture-base:1")
+        source = await images.resolve("agentrl/swebench-fixture-base:1")
         with pytest.raises(EnvError, match="can't be scrubbed"):
-            await images.scrubbed(async_engine, source)
+            await images.scrubbed(source)
 
     asyncio.run(play())
 
@@ -327,24 +324,22 @@ def test_pulling_names_what_is_missing(fixture_dir, engine):
 
 def test_an_image_that_was_removed_is_noticed(fixture_dir, engine):
     async def play():
-        async_engine = Engine()
         container = engine.containers.create(IMAGE, ["true"])
         source = container.commit("agentrl/removed", "1", message=os.urandom(4).hex())
         container.remove()
-        made = await images.scrubbed(async_engine, source.id)
-        assert await images.present(async_engine, made)
+        made = await images.scrubbed(source.id)
+        assert await images.present(made)
         engine.images.remove(made.image_id, force=True)
         engine.images.remove(source.id, force=True)
-        assert not await images.present(async_engine, made)
+        assert not await images.present(made)
 
     asyncio.run(play())
 
 
 def test_a_short_disk_refuses_containers(engine):
     async def play():
-        async_engine = Engine()
-        await images.check_disk(async_engine, 1)
+        await images.check_disk(1)
         with pytest.raises(EnvError, match="too little for another"):
-            await images.check_disk(async_engine, 1 << 60)
+            await images.check_disk(1 << 60)
 
     asyncio.run(play())

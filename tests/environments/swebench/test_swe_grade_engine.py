@@ -16,12 +16,11 @@ import pytest
 from swe_attacks import ATTACKS
 
 from agentrl.env.client import connect
-from agentrl.env.container.engine import Engine
 from agentrl.errors import EnvError
 from agentrl.types import Action, ToolCall
 from agentrl_swebench import env as environment
 from agentrl_swebench import images
-from agentrl_swebench.containers import InstanceContainer
+from agentrl_swebench.containers import InstanceContainer, current_engine
 from agentrl_swebench.grade import GradingLimits, grade
 from agentrl_swebench.patch import extract
 
@@ -241,10 +240,9 @@ def test_a_fix_is_submitted_from_a_full_disk(
     ballast = private_engine.data / "ballast"
 
     async def scenario():
-        engine = Engine()
-        source = await images.resolve(engine, fixture_instances[SPANS].image)
-        made = await images.scrubbed(engine, source)
-        container = await InstanceContainer.start(engine, made.image_id, run_id="full")
+        source = await images.resolve(fixture_instances[SPANS].image)
+        made = await images.scrubbed(source)
+        container = await InstanceContainer.start(made.image_id, run_id="full")
         try:
             fix = "sed -i 's/start </start <=/' spans/core.py; chmod 000 setup.py"
             await container.run(fix, timeout_s=30)
@@ -269,14 +267,11 @@ def test_an_agent_fills_its_own_quota_and_is_graded(
     monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path))
 
     async def scenario():
-        engine = Engine()
-        source = await images.resolve(engine, fixture_instances[SPANS].image)
-        made = await images.scrubbed(engine, source)
-        about = await engine.call(lambda client: client.images.get(made.image_id).attrs)
+        source = await images.resolve(fixture_instances[SPANS].image)
+        made = await images.scrubbed(source)
+        about = await current_engine().call(lambda client: client.images.get(made.image_id).attrs)
         disk_mb = (about["Size"] >> 20) + 100  # on btrfs the image counts
-        container = await InstanceContainer.start(
-            engine, made.image_id, run_id="quota", disk_mb=disk_mb
-        )
+        container = await InstanceContainer.start(made.image_id, run_id="quota", disk_mb=disk_mb)
         try:
             await container.run("sed -i 's/start </start <=/' spans/core.py", timeout_s=30)
             full = await container.run("head -c 400M /dev/zero > /ballast", timeout_s=300)
@@ -295,7 +290,7 @@ def test_an_engine_without_quotas_names_the_key(private_engine, fixture_instance
     monkeypatch.setenv("DOCKER_HOST", private_engine.host)
     image = fixture_instances[SPANS].image
     with pytest.raises(EnvError, match="disk_mb = 512 is more than this engine can do"):
-        asyncio.run(InstanceContainer.start(Engine(), image, run_id="quota", disk_mb=512))
+        asyncio.run(InstanceContainer.start(image, run_id="quota", disk_mb=512))
 
 
 # --- an engine that restarts, and a container that freezes, while an episode is played ------------

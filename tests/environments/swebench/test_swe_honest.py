@@ -12,7 +12,6 @@ import dataclasses
 
 import pytest
 
-from agentrl.env.container.engine import Engine
 from agentrl_swebench import images
 from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.grade import grade
@@ -105,9 +104,8 @@ def test_there_are_forty():
 
 async def submitted(instance, command):
     """The change that the environment takes from the tree."""
-    engine = Engine()
-    made = await images.scrubbed(engine, await images.resolve(engine, instance.image))
-    container = await InstanceContainer.start(engine, made.image_id, run_id="honest")
+    made = await images.scrubbed(await images.resolve(instance.image))
+    container = await InstanceContainer.start(made.image_id, run_id="honest")
     try:
         await container.write("/tmp/fix.diff", instance.patch.encode())
         ran = await container.run(

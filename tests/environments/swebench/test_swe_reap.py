@@ -10,7 +10,7 @@ import time
 import pytest
 from docker.errors import APIError
 
-from agentrl.env.container.engine import Owner, current_owner, labels, reap
+from agentrl.env.container.engine import current_owner, labels, reap
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
@@ -152,9 +152,8 @@ def test_an_interrupted_evaluation_leaves_nothing(fixture_dir, engine, tmp_path,
 
 
 def test_reaping_takes_what_is_nobodys_and_nothing_else(fixture_dir, engine):
-    me = current_owner()
-    gone = Owner(me.boot_id, me.pid_namespace, 2**30, 1)
-    elsewhere = Owner("another-boot", "1", 1, 1)
+    gone = current_owner() + "0"  # a process that started much later
+    elsewhere = "another-boot/1/1/1"
     made = {}
     try:
         for name, its_labels in {

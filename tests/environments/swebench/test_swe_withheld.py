@@ -110,7 +110,9 @@ def files(monkeypatch):
     """The files of the hidden tests, which are read from an image otherwise."""
 
     def with_files(*, after=None):
-        read = lambda instance, run_id: Files({}, after or {TEST_FILE: TESTS})  # noqa: E731
+        async def read(instance, run_id):
+            return Files({}, after or {TEST_FILE: TESTS})
+
         monkeypatch.setattr(withheld_run, "read_test_files", read)
         monkeypatch.setattr(withheld_run, "_kept", {})
         monkeypatch.setattr(grading, "_check_installed", lambda: None)
@@ -219,7 +221,7 @@ def test_failures_of_the_infrastructure_confirm_nothing(monkeypatch, files):
     assert "withheld_inconclusive" in verdict.flags and calls[-1] == ""
     assert withheld_run._kept == {}  # tried again for the next patch
 
-    def fails(instance, run_id):
+    async def fails(instance, run_id):
         raise EnvError("no engine")
 
     monkeypatch.setattr(withheld_run, "read_test_files", fails)

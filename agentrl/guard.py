@@ -3,10 +3,10 @@ ends.
 
     python guard.py PARENT_PID GRACE_S COMMAND ...
 
-The launcher starts this file with the server's own Python, so it uses only the standard library. It
-ends the command when its standard input is closed or its parent is gone: closing the pipe is all
-that a killed trainer does. It then waits until every process that the command started has ended,
-detached ones included, and removes their shared memory.
+`agentrl.runtime.guarded` starts this file, for a server with the server's own Python, so it uses
+only the standard library. It ends the command when its standard input is closed or its parent is
+gone: closing the pipe is all that a killed trainer does. It then waits until every process that the
+command started has ended, detached ones included, and removes their shared memory.
 
 GRACE_S is the time in seconds between SIGTERM and SIGKILL. Exits with the command's status, or with
 0 if it was asked to end the command.
