@@ -2,7 +2,8 @@
 
     form = recognise(function, "my_rewards.py:accuracy", options={})
     form.is_group                          # True for TRL: one call per group
-    function(**form.arguments(answers))
+    args, kwargs = form.arguments(answers)
+    function(*args, **kwargs)
 
 A function is recognised by the names of its parameters (`SHAPES`). The text that such a function
 gets is the whole one, with the reasoning, as its own trainer passes it. A name that belongs to
@@ -47,16 +48,24 @@ REFERENCE_NAMES = (
 gets the reference under each of them."""
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
 @dataclass(slots=True, frozen=True)
 class Form:
-    """The way in which a recognised function is called."""
+    """The way in which a function is called."""
 
     trainer: str
+    """The trainer whose form it is; "" for agentrl's own. Of another trainer's function these
+    results are allowed: None for an answer that it does not judge, entries of a dictionary that are
+    no numbers, arrays."""
     is_group: bool
     """Called once per group, with the inputs of all answers; else once per answer."""
     needs_reference: bool
-    arguments: Callable[[Sequence[RewardInput]], dict[str, Any]]
-    """Returns the keyword arguments for the answers of one call."""
+    """Whether it has a parameter for the reference without a default."""
+    arguments: Callable[[Sequence[RewardInput]], Arguments]
+    """Returns the arguments for the answers of one call."""
 
 
 def recognise(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Form | None:
@@ -93,7 +102,7 @@ def recognise(function: Callable[..., Any], name: str, options: Mapping[str, Any
     as_messages = "content" in _constants(function)
     is_group = trainer not in PER_ANSWER
 
-    def arguments(answers: Sequence[RewardInput]) -> dict[str, Any]:
+    def arguments(answers: Sequence[RewardInput]) -> Arguments:
         columns = [_columns(each, trainer, as_messages) for each in answers]
         offered = {key for key in columns[0] if all(key in each for each in columns)}
         if missing := sorted(set(required) - offered):
@@ -107,8 +116,8 @@ def recognise(function: Callable[..., Any], name: str, options: Mapping[str, Any
             for key in (offered if takes_any else offered & named)
         }
         if "args" in SHAPES[trainer]:
-            return given | {"args": SimpleNamespace(**options)}
-        return given | dict(options)
+            return (), given | {"args": SimpleNamespace(**options)}
+        return (), given | dict(options)
 
     return Form(trainer, is_group, bool(set(required) & set(REFERENCE_NAMES)), arguments)
 

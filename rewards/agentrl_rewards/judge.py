@@ -17,16 +17,14 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from agentrl.errors import ConfigError, GraderError
 from agentrl.images import content_text
 from agentrl.types import JSON, Message
 from agentrl_rewards.remote import post_json
-
-T = TypeVar("T")
 
 INSTRUCTIONS = """\
 You grade an answer. Compare it with the reference and judge only whether it is right and complete.
@@ -85,9 +83,10 @@ async def llm_judge(
         GraderError: the server failed, or the reply has no score between 0 and `max_score`.
         ConfigError: the environment variable named by `api_key_variable` is not set.
     """
-    asked = _Question(text, reference, prompt, instructions, {"max_score": f"{max_score:g}"})
     server = _Server(url, model, max_tokens, api_key_variable, timeout_s, num_attempts)
-    return await _judged(asked, server, lambda reply: _read_score(reply, "Score", max_score))
+    fields = {"text": text, "prompt": _question(prompt), "reference": _gold(reference)}
+    scores = await server.judge(instructions, fields, {"max_score": max_score}, ["Score"])
+    return scores["Score"]
 
 
 async def rubric(
@@ -145,25 +144,12 @@ async def rubric(
     if not weights:
         raise ConfigError("rubric: items is empty; name at least one criterion")
 
-    def read(reply: str) -> dict[str, float]:
-        return {name: _read_score(reply, name, max_score) for name in weights}
-
-    filled = {"max_score": f"{max_score:g}", "items": "\n".join(lines)}
-    asked = _Question(text, reference, prompt, instructions, filled)
     server = _Server(url, model, max_tokens, api_key_variable, timeout_s, num_attempts)
-    scores = await _judged(asked, server, read)
+    fields = {"text": text, "prompt": _question(prompt), "reference": _gold(reference)}
+    filled = {"max_score": max_score, "items": "\n".join(lines)}
+    scores = await server.judge(instructions, fields, filled, weights)
     mean = sum(weights[name] * score for name, score in scores.items()) / sum(weights.values())
     return {"score": mean, **scores}
-
-
-@dataclass(slots=True, frozen=True)
-class _Question:
-    text: str
-    reference: JSON
-    prompt: str | list[Message]
-    instructions: str
-    filled: dict[str, str]
-    """Placeholder name -> value, for the instructions' placeholders other than `{fence}`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -175,52 +161,60 @@ class _Server:
     timeout_s: float
     num_attempts: int
 
+    async def judge(
+        self,
+        instructions: str,
+        fields: dict[str, str],
+        filled: dict[str, Any],
+        names: Iterable[str],
+    ) -> dict[str, float]:
+        """Returns the scores by name in the judge's reply, which is remembered.
 
-async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -> T:
-    """Returns `read(reply)` for the judge's reply, which is taken from the cache if possible."""
-    headers = {}
-    if server.api_key_variable is not None:
-        api_key = os.environ.get(server.api_key_variable)
-        if not api_key:
-            raise ConfigError(
-                f"set the environment variable {server.api_key_variable} to the judge's key"
-            )
-        headers["Authorization"] = f"Bearer {api_key}"
-    gold = asked.reference
-    gold = gold if isinstance(gold, str) else json.dumps(gold, sort_keys=True)
-    question = _question(asked.prompt)
-    everything = [server.url, server.model, asked.instructions, question, gold, asked.text]
-    everything += [asked.filled, server.max_tokens]
-    key = hashlib.sha256(json.dumps(everything).encode("utf-8", "surrogatepass")).hexdigest()
-    if (known := _memory.get(key)) is not None:
-        return read(known)
-    fence = f"answer-{key[:16]}"  # the policy cannot compute this hash: it does not see all inputs
-    system = asked.instructions
-    for name, value in {"fence": fence, **asked.filled}.items():
-        system = system.replace(f"{{{name}}}", value)
-    fields = {"fence": fence, "prompt": question, "reference": gold, "text": asked.text}
-    body: JSON = {
-        "model": server.model,
-        "messages": [
-            {"role": "system", "content": system},
-            {"role": "user", "content": QUESTION.format(**fields)},
-        ],
-        "temperature": 0.0,
-        "max_tokens": server.max_tokens,
-    }
-    answer = await post_json(
-        server.url.rstrip("/") + "/chat/completions",
-        body,
-        headers=headers,
-        timeout_s=server.timeout_s,
-        num_attempts=server.num_attempts,
-    )
-    reply = _content(answer)
-    result = read(reply)  # a reply without a score is not worth keeping
-    _memory[key] = reply
-    while len(_memory) > MAX_CACHED:
-        _memory.popitem(last=False)
-    return result
+        Args:
+            instructions: the system message, in which the names of `filled` are replaced.
+            fields: `text`, `prompt` and `reference`.
+        """
+        everything = [self.url, self.model, self.max_tokens, instructions, fields, filled]
+        key = hashlib.sha256(json.dumps(everything).encode("utf-8", "surrogatepass")).hexdigest()
+        reply = _memory.get(key)
+        if reply is None:
+            # the policy cannot compute this hash: it does not see all of it
+            fence = f"answer-{key[:16]}"
+            for name, value in {"fence": fence, **filled}.items():
+                shown = f"{value:g}" if isinstance(value, float) else str(value)
+                instructions = instructions.replace(f"{{{name}}}", shown)
+            reply = await self._ask(instructions, QUESTION.format(fence=fence, **fields))
+        scores = {name: _read_score(reply, name, filled["max_score"]) for name in names}
+        _memory[key] = reply  # a reply without a score is not worth keeping
+        while len(_memory) > MAX_CACHED:
+            _memory.popitem(last=False)
+        return scores
+
+    async def _ask(self, system: str, question: str) -> str:
+        headers = {}
+        if self.api_key_variable is not None:
+            api_key = os.environ.get(self.api_key_variable)
+            if not api_key:
+                raise ConfigError(
+                    f"set the environment variable {self.api_key_variable} to the judge's key"
+                )
+            headers["Authorization"] = f"Bearer {api_key}"
+        body: JSON = {
+            "model": self.model,
+            "messages": [
+                {"role": "system", "content": system},
+                {"role": "user", "content": question},
+            ],
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+        }
+        url = self.url.rstrip("/") + "/chat/completions"
+        limits = {"timeout_s": self.timeout_s, "num_attempts": self.num_attempts}
+        return _content(await post_json(url, body, headers=headers, **limits))
+
+
+def _gold(reference: JSON) -> str:
+    return reference if isinstance(reference, str) else json.dumps(reference, sort_keys=True)
 
 
 def _question(prompt: str | list[Message]) -> str:

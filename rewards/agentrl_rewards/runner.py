@@ -31,7 +31,7 @@ from typing import Any
 
 from agentrl import user_modules
 from agentrl.errors import ConfigError, GraderError
-from agentrl_rewards.foreign import recognise
+from agentrl_rewards.foreign import Arguments, Form, recognise
 from agentrl_rewards.inputs import RewardInput
 
 logger = logging.getLogger("agentrl.rewards")
@@ -64,6 +64,7 @@ WINDOW = 1000
 """Number of recent calls that the alarm considers."""
 MIN_WINDOW = 100
 """With fewer calls, the fraction is taken of this many, so that one failure raises no alarm."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _FROM_INPUT = ("prompt", "num_tokens", "metadata", "turns", "whole_text")
 
 RewardFunction = Callable[..., Any]
@@ -97,16 +98,9 @@ class _Resolved:
     name: str
     function: RewardFunction
     weight: float
-    arguments: Callable[[Sequence[RewardInput]], tuple[tuple[Any, ...], dict[str, Any]]]
-    """Returns the positional and keyword arguments for the answers of one call."""
-    is_group: bool
+    form: Form
     by_turn: bool
     """Whether a list that it returns for an answer holds one result per turn."""
-    is_foreign: bool
-    """Whether other trainers' results are allowed: None for an answer that the function does not
-    judge, entries of a dictionary that are no numbers, arrays."""
-    needs_reference: bool
-    """Whether it has a parameter for the reference without a default."""
     on_thread: bool
     """Whether to call it on a thread: a user's plain function may block the event loop."""
 
@@ -162,7 +156,7 @@ class RewardRunner:
                 f"reward.options has {sorted(unknown)}, but reward.functions does not list them"
             )
         self._functions = resolved
-        self.needs_reference = [each.name for each in resolved if each.needs_reference]
+        self.needs_reference = [each.name for each in resolved if each.form.needs_reference]
         self.deadline_s = deadline_s
         self._free = asyncio.Semaphore(max_concurrency)
         self._recent: deque[bool] = deque(maxlen=WINDOW)
@@ -220,9 +214,9 @@ class RewardRunner:
         self, function: _Resolved, answers: Sequence[RewardInput]
     ) -> list[Scores | GraderError]:
         """Calls a function for all answers and returns what it says of each."""
-        if function.is_group:
+        if function.form.is_group:
             values = await self._guarded(function, answers)
-            if function.is_foreign and hasattr(values, "tolist"):
+            if function.form.trainer and hasattr(values, "tolist"):
                 values = values.tolist()
             if not isinstance(values, GraderError) and (
                 not isinstance(values, Sequence)
@@ -250,7 +244,7 @@ class RewardRunner:
         async with self._free:
             limit = asyncio.timeout(self.deadline_s)  # its clock starts here
             try:
-                positional, arguments = function.arguments(answers)
+                positional, arguments = function.form.arguments(answers)
                 if function.on_thread:
                     call = _on_thread(function.function, positional, arguments)
                 else:
@@ -327,62 +321,44 @@ def _prepare(
     else:
         name = getattr(function, "__name__", type(function).__name__)
     chosen = options.get(name, {})
-    module = getattr(function, "__module__", "") or ""
-    on_thread = not (inspect.iscoroutinefunction(function) or module.startswith("agentrl_rewards."))
-    if (form := recognise(function, name, chosen)) is not None:
+    form = recognise(function, name, chosen)
+    if form is None:
+        form = _own_form(function, name, chosen)
+    else:
         often = "group" if form.is_group else "answer"
         logger.info("reward %s: in %s's form, called once per %s", name, form.trainer, often)
-        return _Resolved(
-            name,
-            function,
-            weight,
-            lambda answers: ((), form.arguments(answers)),
-            is_group=form.is_group,
-            by_turn=False,
-            is_foreign=True,
-            needs_reference=form.needs_reference,
-            on_thread=on_thread,
-        )
+    by_turn = not form.trainer and (
+        form.is_group or "turns" in inspect.signature(function).parameters
+    )
+    module = getattr(function, "__module__", "") or ""
+    on_thread = not (inspect.iscoroutinefunction(function) or module.startswith("agentrl_rewards."))
+    return _Resolved(name, function, weight, form, by_turn, on_thread)
+
+
+def _own_form(function: RewardFunction, name: str, chosen: Mapping[str, Any]) -> Form:
+    """Returns the form of a function that no other trainer would call."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := set(chosen) - set(parameters)):
         raise ConfigError(f"reward function {name!r} has no option {', '.join(sorted(unknown))}")
     is_group = next(iter(parameters), "") == "samples"
-    from_input = () if is_group else tuple(p for p in _FROM_INPUT if p in parameters)
-    positional = [
-        p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    missing = [
-        p.name
-        for p in parameters.values()
-        if p.kind is p.KEYWORD_ONLY
-        and p.default is p.empty
-        and p.name not in chosen
-        and p.name not in from_input
-    ]
-    if missing:
+    from_input = [] if is_group else [each for each in _FROM_INPUT if each in parameters]
+    given = {*chosen, *from_input}
+    required = {key: p.kind for key, p in parameters.items() if p.default is p.empty}
+    options = [key for key, kind in required.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    if missing := [key for key in options if key not in given]:
         raise ConfigError(f"reward function {name!r} needs the option {', '.join(missing)}")
 
-    def arguments(answers: Sequence[RewardInput]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(answers: Sequence[RewardInput]) -> Arguments:
         if is_group:
             return (list(answers),), dict(chosen)
         (answer,) = answers
-        given = {each: getattr(answer, each) for each in from_input}
-        return (answer.text, answer.reference), given | dict(chosen)
+        asked = {each: getattr(answer, each) for each in from_input}
+        return (answer.text, answer.reference), asked | dict(chosen)
 
-    return _Resolved(
-        name,
-        function,
-        weight,
-        arguments,
-        is_group=is_group,
-        by_turn=is_group or "turns" in from_input,
-        is_foreign=False,
-        needs_reference=not is_group
-        and len(positional) > 1
-        and positional[1].default is inspect.Parameter.empty,
-        on_thread=on_thread,
-    )
+    second = next((kind for key, kind in [*required.items()][1:2]), None)
+    needs_reference = not is_group and second in _POSITIONAL
+    return Form("", is_group, needs_reference, arguments)
 
 
 def _read_outcome(function: _Resolved, value: Any, num_turns: int) -> Scores | GraderError:
@@ -390,9 +366,9 @@ def _read_outcome(function: _Resolved, value: Any, num_turns: int) -> Scores | G
     name = function.name
     if isinstance(value, GraderError):
         return value
-    if function.is_foreign and value is None:
+    if function.form.trainer and value is None:
         return {}
-    if function.is_foreign and isinstance(value, Mapping):
+    if function.form.trainer and isinstance(value, Mapping):
         value = {k: v for k, v in value.items() if k == "score" or isinstance(v, int | float)}
     if not isinstance(value, list | tuple):
         return _read_scores(name, value)
