@@ -113,25 +113,6 @@ def test_examples(pair):
         assert math_reward(f"\\boxed{{{pair.reference}}}", pair.reference) == 1.0
 
 
-WRONG = {
-    # kind: (reference, the policy's whole text)
-    "both of two boxes": ("2", "\\boxed{1} or \\boxed{2}"),
-    "two boxes side by side": ("2", "\\boxed{1} \\boxed{2}"),
-    "empty text": ("18", ""),
-    "marker only": ("18", "#### "),
-    "empty box": ("18", "\\boxed{}"),
-    "no marker": ("18", "The answer is 18."),
-    "in the reasoning only": ("18", "<think>so #### 18</think>It was fun."),
-    "the last box is wrong": ("18", "\\boxed{18} no, \\boxed{17}"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_texts_that_state_another_answer_or_none_score_zero(kind):
-    reference, text = WRONG[kind]
-    assert math_reward(text, reference) == 0.0
-
-
 def test_the_question_is_no_answer_where_a_literal_is_asked_for():
     assert math_reward("#### 347*28", "9716", equivalence="literal") == 0.0
     assert math_reward("#### 12/4", "3", equivalence="literal") == 0.0

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import GraderError
 from agentrl_rewards.choice import extract_choice, gpqa
-from agentrl_rewards.instructions import CONSTRAINTS, follows, ifeval
 from agentrl_rewards.recipes import dapo, deepscaler
 from agentrl_rewards.style import format, length, repetition
 
@@ -135,143 +133,14 @@ def test_penalties_stay_in_range(text):
     assert -1 <= repetition(text, n=2) <= 0
 
 
-CASES = [
-    ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat, a dog.", "A cat."),
-    (
-        "keywords:frequency",
-        {"keyword": "cat", "frequency": 2, "relation": "at least"},
-        "cat CAT",
-        "cat",
-    ),
-    ("keywords:forbidden_words", {"forbidden_words": ["art"]}, "party", "Art!"),
-    (
-        "keywords:letter_frequency",
-        {"letter": "e", "let_frequency": 2, "let_relation": "less than"},
-        "e",
-        "eE",
-    ),
-    (
-        "language:response_language",
-        {"language": "de"},
-        "Das ist nicht der Hund, den ich gesehen habe.",
-        "This is not the dog that I have seen.",
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 3, "relation": "at least"},
-        "one two-fold three.",
-        "one two.",
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "at least"},
-        'He said "No." Then 3.5 left',
-        "Only 3.5 here...",
-    ),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "well"},
-        "a b\n\nWell, c",
-        "a\n\nSo well",
-    ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b c]", "[a] [b"),
-    (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.S."},
-        "Dear\nP.S. more",
-        "Dear, PS no",
-    ),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n**b**"),
-    ("detectable_format:constrained_response", {}, "My answer is no.", "No."),
-    (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
-        "*a* and **b**",
-        "*a* and **",
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "Section", "num_sections": 2},
-        "Section 1\na\nSection 2\nb",
-        "Section 1 section",
-    ),
-    ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{'a': 1}"),
-    ("detectable_format:title", {}, "<<A title>>\ntext", "<< >> <title>"),
-    ("combination:two_responses", {}, "a\n******\nb", "a******a"),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "Say it. It.", "It. Say it."),
-    (
-        "startend:end_checker",
-        {"end_phrase": "Is that all?"},
-        'No. "is that all?"',
-        "Is that all? No",
-    ),
-    ("startend:quotation", {}, '"quoted"', '"not" quoted'),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        "HE and SHE",
-        "HE and She",
-    ),
-    ("change_case:english_capital", {}, "ALL OF 3.", "ALL but one"),
-    ("change_case:english_lowercase", {}, "all of 3.", "All"),
-    ("punctuation:no_comma", {}, "none; here", "one, here"),
-]
-
-
-def test_every_constraint_has_a_case():
-    assert {case[0] for case in CASES} == set(CONSTRAINTS)
-    assert len(CONSTRAINTS) == 25
-
-
-def test_english_in_one_case_is_english():
-    german = "das ist nicht der hund, den ich gesehen habe."
-    assert not follows(german, "change_case:english_lowercase", {})
-    assert not follows(german.upper(), "change_case:english_capital", {})
-
-
-@pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES)
-def test_constraints(name, arguments, good, bad):
-    assert follows(good, name, arguments)
-    assert not follows(bad, name, arguments)
-    assert not follows(" \n", name, arguments)
-
-
-def test_ifeval_scores_and_failures():
-    row = {
-        "instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"],
-        "kwargs": [{"num_words": None}, None],
-    }
-    assert ifeval("all fine", row) == {"score": 1, "share": 1}
-    assert ifeval("all, fine", row) == {"score": 0, "share": 0.5}
-    for wrong in (
-        {},
-        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
-        {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "xx"}]},
-        {"instruction_id_list": ["ratio:stop_words"], "kwargs": [{}]},
-        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": 3}]},
-        {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]},
-        {
-            "instruction_id_list": ["length_constraints:number_words"],
-            "kwargs": [{"num_words": 3, "relation": "about"}],
-        },
-    ):
-        with pytest.raises(GraderError):
-            ifeval("text", wrong)
-
-
-@pytest.mark.parametrize(
-    "pattern", [" ", "!", "\n", "(", "*", "- ", "answer ", "<", "a.", "[", "\\"]
-)
+@pytest.mark.parametrize("pattern", [" ", "!", "\n", "(", "*", "- ", "answer ", "<", "a.", "["])
 def test_no_text_takes_long(pattern):
     text = "answer" + pattern * (200_000 // len(pattern)) + "x"
     start = time.process_time()
     extract_choice(text)
     format(text)
     repetition(text)
-    for name, arguments, _, _ in CASES:
-        follows(text, name, arguments)
-    assert time.process_time() - start < 3.0
+    assert time.process_time() - start < 2.0
 
 
 async def test_recipes():

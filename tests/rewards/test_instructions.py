@@ -1,3 +1,5 @@
+"""The verifiable constraints of IFEval and IFBench."""
+
 import re
 import time
 from pathlib import Path
@@ -5,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import GraderError
-from agentrl_rewards import instructions
-from agentrl_rewards.ifbench import CONSTRAINTS, ifbench
+from agentrl_rewards import ifbench, instructions
 
 LEFT_OUT = {
     "words:start_verb",
@@ -32,7 +33,7 @@ TEMPLATE = "My Answer: yes\nMy Conclusion: sure\nFuture Outlook: fine"
 SPAN = {"prompt_to_repeat": "zero one two three four", "n_start": 1.0, "n_end": 4.0}
 
 # (constraint, arguments, texts that keep it, texts that do not)
-CASES = [
+IFBENCH = [
     (
         "count:word_count_range",
         {"min_words": 2, "max_words": 3},
@@ -184,39 +185,137 @@ CASES = [
 ]
 
 
-def follows(text, name, arguments):
-    return instructions.follows(text, name, arguments, CONSTRAINTS)
+# (constraint, arguments, a text that keeps it, one that does not)
+IFEVAL = [
+    ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat, a dog.", "A cat."),
+    (
+        "keywords:frequency",
+        {"keyword": "cat", "frequency": 2, "relation": "at least"},
+        "cat CAT",
+        "cat",
+    ),
+    ("keywords:forbidden_words", {"forbidden_words": ["art"]}, "party", "Art!"),
+    (
+        "keywords:letter_frequency",
+        {"letter": "e", "let_frequency": 2, "let_relation": "less than"},
+        "e",
+        "eE",
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist nicht der Hund, den ich gesehen habe.",
+        "This is not the dog that I have seen.",
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "at least"},
+        "one two-fold three.",
+        "one two.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "at least"},
+        'He said "No." Then 3.5 left',
+        "Only 3.5 here...",
+    ),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "well"},
+        "a b\n\nWell, c",
+        "a\n\nSo well",
+    ),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b c]", "[a] [b"),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        "Dear\nP.S. more",
+        "Dear, PS no",
+    ),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n**b**"),
+    ("detectable_format:constrained_response", {}, "My answer is no.", "No."),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        "*a* and **b**",
+        "*a* and **",
+    ),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1\na\nSection 2\nb",
+        "Section 1 section",
+    ),
+    ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{'a': 1}"),
+    ("detectable_format:title", {}, "<<A title>>\ntext", "<< >> <title>"),
+    ("combination:two_responses", {}, "a\n******\nb", "a******a"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "Say it. It.", "It. Say it."),
+    (
+        "startend:end_checker",
+        {"end_phrase": "Is that all?"},
+        'No. "is that all?"',
+        "Is that all? No",
+    ),
+    ("startend:quotation", {}, '"quoted"', '"not" quoted'),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "HE and SHE",
+        "HE and She",
+    ),
+    ("change_case:english_capital", {}, "ALL OF 3.", "ALL but one"),
+    ("change_case:english_lowercase", {}, "all of 3.", "All"),
+    ("punctuation:no_comma", {}, "none; here", "one, here"),
+]
+
+
+CASES = [
+    *((ifbench.CONSTRAINTS, *case) for case in IFBENCH),
+    *((instructions.CONSTRAINTS, name, given, [good], [bad]) for name, given, good, bad in IFEVAL),
+]
 
 
 def test_every_constraint_has_a_case():
-    assert {name for name, _, keep, break_ in CASES if keep and break_} == set(CONSTRAINTS)
-    assert len(CONSTRAINTS) == 58 - len(LEFT_OUT)
-    assert not LEFT_OUT & set(CONSTRAINTS)
+    assert {name for name, _, keep, break_ in IFBENCH if keep and break_} == {*ifbench.CONSTRAINTS}
+    assert {case[0] for case in IFEVAL} == {*instructions.CONSTRAINTS}
+    assert len(ifbench.CONSTRAINTS) == 58 - len(LEFT_OUT)
+    assert len(instructions.CONSTRAINTS) == 25
 
 
-@pytest.mark.parametrize(("name", "arguments", "keep", "break_"), CASES)
-def test_constraints(name, arguments, keep, break_):
+@pytest.mark.parametrize(("constraints", "name", "arguments", "keep", "break_"), CASES)
+def test_constraints(constraints, name, arguments, keep, break_):
     for text in keep:
-        assert follows(text, name, arguments), text
+        assert instructions.follows(text, name, arguments, constraints), text
     for text in [*break_, " \n"]:
-        assert not follows(text, name, arguments), text
+        assert not instructions.follows(text, name, arguments, constraints), text
 
 
-def test_scores_count_the_constraints_kept():
-    row = {
-        "instruction_id_list": ["format:no_whitespace", "count:numbers"],
-        "kwargs": [None, {"N": 1.0, "small_n": None}],
-    }
-    assert ifbench("a1", row) == {"score": 1, "share": 1}
-    assert ifbench("a 1", row) == {"score": 0, "share": 0.5}
-    assert ifbench("", row) == {"score": 0, "share": 0}
+def test_english_in_one_case_is_english():
+    german = "das ist nicht der hund, den ich gesehen habe."
+    assert not instructions.follows(german, "change_case:english_lowercase", {})
+    assert not instructions.follows(german.upper(), "change_case:english_capital", {})
+
+
+@pytest.mark.parametrize(
+    ("score", "row", "kept"),
+    [
+        (ifbench.ifbench, ["format:no_whitespace", "count:numbers"], "a1"),
+        (instructions.ifeval, ["change_case:english_lowercase", "punctuation:no_comma"], "a"),
+    ],
+)
+def test_scores_count_the_constraints_kept(score, row, kept):
+    arguments = [None, {"N": 1.0, "small_n": None} if "count:numbers" in row else None]
+    row = {"instruction_id_list": row, "kwargs": arguments}
+    assert score(kept, row) == {"score": 1, "share": 1}
+    assert score("A 1", row) == {"score": 0, "share": 0.5}
+    assert score("", row) == {"score": 0, "share": 0}
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
         *((name, {}) for name in sorted(LEFT_OUT)),
-        ("punctuation:no_comma", {}),
         ("count:numbers", {}),
         ("count:numbers", {"N": 1, "word": "a"}),
         ("count:pronouns", {"N": "many"}),
@@ -224,11 +323,21 @@ def test_scores_count_the_constraints_kept():
         ("sentence:keyword", {"word": "a", "N": 1.5}),
         ("repeat:repeat_change", {"prompt_to_repeat": " "}),
         ("repeat:repeat_span", {"prompt_to_repeat": "a b", "n_start": -1, "n_end": 1}),
+        ("language:response_language", {"language": "xx"}),
+        ("punctuation:no_comma", {"num_words": 3}),
+        ("length_constraints:number_words", {"num_words": 3, "relation": "about"}),
     ],
 )
 def test_what_cannot_be_judged_is_an_error(name, arguments):
+    score = instructions.ifeval if name in instructions.CONSTRAINTS else ifbench.ifbench
     with pytest.raises(GraderError, match=re.escape(repr(name))):
-        ifbench("text", {"instruction_id_list": [name], "kwargs": [arguments]})
+        score("text", {"instruction_id_list": [name], "kwargs": [arguments]})
+
+
+@pytest.mark.parametrize("row", [{}, {"instruction_id_list": ["a"], "kwargs": []}, "[]", "{"])
+def test_a_row_in_another_format_is_an_error(row):
+    with pytest.raises(GraderError):
+        instructions.ifeval("text", row)
 
 
 def test_the_page_names_what_is_left_out():
@@ -243,6 +352,6 @@ def test_the_page_names_what_is_left_out():
 def test_no_text_takes_long(pattern):
     text = "a" + pattern * (200_000 // len(pattern)) + "x"
     start = time.process_time()
-    for name, arguments, _, _ in CASES:
-        follows(text, name, arguments)
-    assert time.process_time() - start < 10.0
+    for constraints, name, arguments, _, _ in CASES:
+        instructions.follows(text, name, arguments, constraints)
+    assert time.process_time() - start < 12.0
