@@ -135,25 +135,15 @@ _REPLACEMENTS = (
 )
 
 
-_ESCAPED = re.compile(r"\\\\[a-zA-Z]{2}")
-"""A command with a doubled backslash, as in JSON. If other commands have a single backslash, it is
-a line break instead."""
-_COMMAND = re.compile(r"(?<!\\)\\[a-zA-Z]")
-_ABOUT = re.compile(r"^(?:\\approx(?![a-zA-Z])|\u2248)\s*")
-
-
 _TRAILING = re.compile(r"(?<!\\)(?:[.;,]|\\\\?)\s*$")
 
 
 def unwrapped(answer: str) -> str:
-    """Strips delimiters, a leading equals or approximation sign, and trailing punctuation."""
-    if _ESCAPED.search(answer) and not _COMMAND.search(answer):
-        answer = answer.replace("\\\\", "\\")
+    """Strips delimiters, a leading equals sign, and trailing punctuation."""
     for _ in range(4):
         before = answer
         answer = answer.strip().removeprefix("=").strip()
         answer = _TRAILING.sub("", answer)
-        answer = _ABOUT.sub("", answer)
         for wrapper in _WRAPPERS:
             if match := wrapper.fullmatch(answer):
                 answer = match["inside"]
