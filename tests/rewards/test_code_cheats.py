@@ -425,5 +425,5 @@ def test_every_correct_program_is_paid(program):
 def test_tests_that_need_the_answer_beside_them_are_a_grader_error():
     program = "class Base:\n    def f(self): return self.g()"
     tests = "class T(Base):\n    def g(self): return 1\nassert T().f() == 1"
-    with pytest.raises(GraderError, match="cannot derive"):
+    with pytest.raises(GraderError):
         scores(program, tests)
