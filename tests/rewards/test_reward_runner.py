@@ -36,7 +36,7 @@ def test_resolving_and_importing_is_lazy():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-async def test_a_group_reward_gets_its_options_and_returns_one_number_per_answer():
+async def test_group_rewards_see_all_samples():
     runner = RewardRunner(["em", lengths], options={"lengths": {"scale": 2.0}})
     results = await runner.score_group([RewardInput("a", "a"), RewardInput("long", "a")])
     assert [result.reward for result in results] == [1.0, 2.0]
