@@ -14,6 +14,8 @@ from agentrl.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 from contract_server import CONTEXT, ContractServer, make_model, running
+from sglang_server import SGLangServer
+from sglang_server import serving as serving_sglang
 from web_servers import in_thread
 
 
@@ -91,6 +93,27 @@ def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict
 def test_what_is_wrong_with_a_server(capsys, settings, overrides, mark, finding):
     with serving(ContractServer(make_model(), **settings)) as server:
         status, shown = examine(capsys, server, *overrides)
+    lines = [line for line in shown.splitlines() if re.search(finding, line)]
+    assert lines and lines[0].startswith(mark), shown
+    assert status == (mark == "fix")
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "mark", "finding"),
+    [
+        ({}, [], "ok", "weight updates: all routes are there; its weights are 'default'"),
+        ({}, ["--inference.backend", "vllm"], "fix", "set --inference.backend sglang"),
+        ({"mode": "retract"}, [], "fix", "paused.*/continue_generation"),
+        ({"raw_logprobs": True}, ["--rollout.temperature", "0.7"], "fix", "ORIGINAL_LOGPROB"),
+        ({}, ["--rollout.max_context_tokens", "5000"], "note", "--context-length 5000"),
+    ],
+)
+def test_what_an_sglang_server_is(capsys, settings, overrides, mark, finding):
+    server = SGLangServer(make_model(), **settings)
+    with serving_sglang(server):
+        keys = [f"--inference.urls={server.url}", "--inference.backend=sglang", *overrides]
+        status = doctor(None, keys)
+    shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if re.search(finding, line)]
     assert lines and lines[0].startswith(mark), shown
     assert status == (mark == "fix")

@@ -28,6 +28,12 @@ from torch.distributed.rendezvous import TCPStore
 from transformers import PreTrainedModel
 from web_servers import in_thread, listening
 
+POST_ONLY = (
+    *("/pause_generation", "/continue_generation", "/abort_request"),
+    *("/update_weights_from_disk", "/update_weights_from_tensor"),
+    "/update_weights_from_distributed",
+)
+
 
 @dataclass
 class Running:
@@ -67,6 +73,8 @@ class SGLangServer:
         text = await request.text()
         body = json.loads(text) if text else {}
         self.calls.append(request.path)
+        if request.method == "GET" and request.path in POST_ONLY:
+            return web.Response(status=405)
         route = getattr(self, "do" + request.path.replace("/", "_"), None)
         if route is None or (self.workers is not None and request.path not in ("/workers",)):
             return web.Response(status=503 if request.path == "/generate" else 404)
