@@ -11,17 +11,17 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl import user_modules
 from agentrl.env import protocol
 from agentrl.env.check.subject import Event, Subject, load_subject
 from agentrl.errors import AgentRLError
-from agentrl.runtime import signal_group
+from agentrl.runtime import run_guarded
 from agentrl.types import JSON
 
 TIMEOUT_S = 20.0
@@ -74,26 +74,16 @@ async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
 
 async def _run(request: dict[str, Any], hash_seed: str) -> FreshRun | None:
     with tempfile.TemporaryDirectory(prefix="agentrl-fresh-", ignore_cleanup_errors=True) as folder:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "agentrl.env.check.fresh",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
+        file = Path(folder, "request.json")
+        file.write_text(json.dumps(request))
+        status, out, _ = await run_guarded(
+            [sys.executable, "-m", "agentrl.env.check.fresh", str(file)],
+            grace_s=0.0,
+            timeout_s=TIMEOUT_S,
+            max_bytes=sys.maxsize,
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "TMPDIR": folder},
-            start_new_session=True,
         )
-        try:
-            out, _ = await asyncio.wait_for(
-                process.communicate(json.dumps(request).encode()), TIMEOUT_S
-            )
-        except TimeoutError:
-            return None
-        finally:
-            signal_group(process.pid, signal.SIGKILL)
-            await process.wait()
-    return FreshRun(**json.loads(out)) if process.returncode == 0 and out else None
+    return FreshRun(**json.loads(out)) if status == 0 and out else None
 
 
 def seen(events: list[Event]) -> list[Event]:
@@ -124,7 +114,7 @@ async def _play(request: dict[str, Any]) -> FreshRun:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the environment's own prints must not mix with the answer
-    request = json.load(sys.stdin)
+    request = json.loads(Path(sys.argv[1]).read_bytes())
     sys.path[:] = request["path"]
     with contextlib.suppress(AgentRLError):
         json.dump(dataclasses.asdict(asyncio.run(_play(request))), answers)

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -129,7 +129,6 @@ class Engine:
         self._threads = ThreadPoolExecutor(MAX_CALLS, "docker")
         self._connecting = threading.Lock()
         self._client: DockerClient | None = None
-        self._undoing: set[Future[Any]] = set()
 
     async def call(
         self,
@@ -153,19 +152,9 @@ class Engine:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if undo is not None:
-                undoing = self._threads.submit(
-                    self._call, lambda client: undo(client, future.result())
-                )
-                self._undoing.add(undoing)
-                undoing.add_done_callback(self._undoing.discard)
+                # The interpreter waits for these threads at its end.
+                self._threads.submit(self._call, lambda client: undo(client, future.result()))
             raise
-
-    async def settle(self, timeout_s: float = 30.0) -> None:
-        """Waits at most `timeout_s` until the calls of cancelled callers are undone."""
-        undoing = [asyncio.wrap_future(each) for each in list(self._undoing)]
-        if undoing:
-            done = asyncio.gather(*undoing, return_exceptions=True)
-            await asyncio.wait([done], timeout=timeout_s)
 
     def _call(self, function: Callable[[DockerClient], T]) -> T:
         with self._connecting:

@@ -96,10 +96,7 @@ class ContainerRunner(CommandRunner):
             try:
                 yield container
             finally:
-                await container.remove()
-
-    async def aclose(self) -> None:
-        await self._engine.settle()
+                await container.end()
 
 
 def _own_network(client: DockerClient) -> str:
