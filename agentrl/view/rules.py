@@ -117,8 +117,12 @@ class Evidence:
         known = [value for value in found if value is not None]
         return math.fsum(known) if known else None
 
-    def first(self, key: str) -> float | None:
-        return _mean(self.values(key, slice(WINDOW)))
+    def course(self, key: str, what: str, unit: str) -> tuple[float, float, str] | None:
+        """Returns the mean over the first and the last steps, and both in words."""
+        before, now = _mean(self.values(key, slice(WINDOW))), self.last(key)
+        if before is None or now is None:
+            return None
+        return before, now, f"{what} went from {short_number(before)} to {short_number(now)} {unit}"
 
     def fall(self) -> Change | None:
         """Returns where the reward fell without recovering."""
@@ -283,14 +287,12 @@ def _staleness(seen: Evidence) -> Verdict:
 
 
 def _entropy(seen: Evidence) -> Verdict:
-    key = "policy/entropy"
-    before, now, reward = seen.first(key), seen.last(key), seen.last(REWARD)
-    if before is None or now is None:
+    if (course := seen.course("policy/entropy", "entropy", "nats")) is None:
         return None
+    (before, now, text), reward = course, seen.last(REWARD)
     best = max((value for _, value in series(seen.metrics, REWARD)), default=0.0)
     rewards = [reward for group in seen.groups for reward in group.rewards()]
     best = max(rewards, default=best)
-    text = f"entropy went from {short_number(before)} to {short_number(now)} nats"
     # A policy that has learned its task is sure of it, too.
     solved = reward is not None and reward >= 0.8 * best > 0
     # Where test tasks have become worse, a smaller fall is a cause to think of.
@@ -302,10 +304,9 @@ def _entropy(seen: Evidence) -> Verdict:
 
 
 def _uniform(seen: Evidence) -> Verdict:
-    before, now = seen.first("policy/entropy"), seen.last("policy/entropy")
-    if before is None or now is None:
+    if (course := seen.course("policy/entropy", "entropy", "nats")) is None:
         return None
-    text = f"entropy went from {short_number(before)} to {short_number(now)} nats"
+    before, now, text = course
     if now >= max(2 * before, before + UNIFORM_RISE):
         return Finding(f"{text}: what it writes comes close to chance", {"sort": "newest"})
     return text
@@ -334,10 +335,9 @@ def _dead_gradients(seen: Evidence) -> Verdict:
 
 def _length(seen: Evidence) -> Verdict:
     key = "rollout/tokens_per_trajectory"
-    before, now = seen.first(key), seen.last(key)
-    if before is None or now is None:
+    if (course := seen.course(key, "trajectories", "sampled tokens")) is None:
         return None
-    text = f"trajectories went from {short_number(before)} to {short_number(now)} sampled tokens"
+    before, now, text = course
     return Finding(text, {"sort": "longest"}) if now >= 3 * max(before, 1) else text
 
 
