@@ -355,19 +355,9 @@ def _run_sandbox(
     return reply["cases"]
 
 
-_shared_executor: ThreadPoolExecutor | None = None
-
-
+@functools.cache
 def _executor() -> ThreadPoolExecutor:
-    global _shared_executor
-    if _shared_executor is None:
-        _shared_executor = ThreadPoolExecutor(os.cpu_count() or 2, "code-reward")
-    return _shared_executor
+    return ThreadPoolExecutor(os.cpu_count() or 2, "code-reward")
 
 
-def _forget_after_fork() -> None:
-    global _shared_executor
-    _shared_executor = None
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_executor.cache_clear)

@@ -469,29 +469,23 @@ def kill_everyone() -> None:
 def serve(request: dict, reply_fd: int, user: int, group: int, end: float) -> None:
     """Runs the cases as pid 1, until one fails unless `all_cases` is set, and writes the reply."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    outcomes: list[dict] = []
+    reply: dict = {"cases": outcomes}
     try:
         call_filter = make_call_filter()
         build_root(user, group, request["memory_bytes"])
         drop_privileges(user, group)
+        # Again, because dropping privileges clears it.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        set_limits(request, user)
+        for case in request["cases"]:
+            outcomes.append(judge_case(request, case, end, call_filter))
+            status = outcomes[-1]["status"]
+            if status == "timeout" or (status != "ok" and not request["all_cases"]):
+                break
     except (SetupError, OSError) as error:
-        write_all(reply_fd, json.dumps({"error": str(error)}).encode())
-        return
-    # Again, because dropping privileges clears it.
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    set_limits(request, user)
-    outcomes = []
-    for case in request["cases"]:
-        try:
-            outcome = judge_case(request, case, end, call_filter)
-        except SetupError as error:
-            write_all(reply_fd, json.dumps({"error": str(error)}).encode())
-            return
-        outcomes.append(outcome)
-        if outcome["status"] == "timeout" or (
-            outcome["status"] != "ok" and not request["all_cases"]
-        ):
-            break
-    write_all(reply_fd, json.dumps({"cases": outcomes}).encode())
+        reply = {"error": str(error)}
+    write_all(reply_fd, json.dumps(reply).encode())
 
 
 def write_all(fd: int, data: bytes) -> None:

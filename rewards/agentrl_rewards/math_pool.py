@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import itertools
 import json
 import os
@@ -241,17 +242,12 @@ def _start_program(memory_bytes: int) -> subprocess.Popen[bytes]:
 
 
 _POOLS: weakref.WeakSet[MathPool] = weakref.WeakSet()
-_default_pool: MathPool | None = None
-_default_lock = threading.Lock()
 
 
+@functools.cache
 def default_pool() -> MathPool:
-    """Returns this process's shared pool, which is made on first use and closed at exit."""
-    global _default_pool
-    with _default_lock:
-        if _default_pool is None:
-            _default_pool = MathPool()
-        return _default_pool
+    """Returns this process's shared pool, which starts nothing before its first check."""
+    return MathPool()
 
 
 def _close_all() -> None:
@@ -260,8 +256,6 @@ def _close_all() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _default_lock
-    _default_lock = threading.Lock()
     for pool in list(_POOLS):
         pool._forget_after_fork()
 
