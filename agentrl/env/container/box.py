@@ -1,6 +1,6 @@
 """A box: a place where programs run, and whose processes and files are gone when it ends.
 
-    start   a maker's: `Container.create`, `ProcessBox`, `start_sandbox` of the Harbor environment
+    start   a maker's: `Container.create`, `ProcessBox`, or `ProviderSandbox.start` for Harbor's
     run     an agent's command, a script of agentrl, or any program
     put     unpacks an archive
     get     reads a file

@@ -27,7 +27,7 @@ from agentrl.types import JSON, Message, ToolSpec
 logger = logging.getLogger("agentrl.rollout")
 
 MAX_OUTPUT_BYTES = 16 << 20
-"""Of a program that writes more, a container is ended, and only the end is read otherwise."""
+"""An agent in a container that writes more fails; of any other's output the end is read."""
 _BESIDE_HOME = {"XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"}
 """Variables that lead to folders which programs look for in HOME otherwise."""
 
