@@ -38,7 +38,7 @@ from agentrl.model.logprobs import decoder_of, packing_of, sample_logprobs
 from agentrl.model.lora import add_adapter
 from agentrl.model.quantised import quantise, require_quantisation
 from agentrl.model.routers import freeze_routers, require_aux_loss
-from agentrl.model.routes import make_replayable
+from agentrl.model.routes import make_replayable, require_choices
 
 ModelRole = Literal["policy", "reference", "teacher", "sampler"]
 _KEYS = {"critic": "critic.path", "reference": "model.reference", "teacher": "teacher.path"}
@@ -96,16 +96,12 @@ def build(
         require_quantisation()
     longest = config.rollout.max_context_tokens
     divided = parallel and config.train.parallel.splits_layers and ranks.size() > 1
-    if divided:
-        model = load_model(
-            path, dtype=dtype, device=device, max_tokens=longest, parallel=config.train.parallel
-        )
-    elif quantised:
+    if quantised:
         whole = load_model(path, dtype=dtype, device="cpu", max_tokens=longest)
         model = quantise(whole, device)
     else:
-        load = sharding.load_model if parallel else load_model
-        model = load(path, dtype=dtype, device=device, max_tokens=longest)
+        mesh = config.train.parallel if parallel else None
+        model = load_model(path, dtype=dtype, device=device, max_tokens=longest, parallel=mesh)
 
     if role == "policy":
         _prepare_policy(model, config)
@@ -121,6 +117,10 @@ def build(
         # What is not trained has no state of an optimizer, and stays on the device.
         optimizer = config.train.optimizer if role in ("policy", "critic") else "adamw"
         module = sharding.shard(module, dtype=dtype, device=device, optimizer=optimizer)
+    if role == "policy" and config.train.router_replay:
+        require_choices(model)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # without a backward pass the embedding and the head would stay whole
     if section.compile and isinstance(module, Critic):
         compile_layers(module, module.backbone, module)
     elif section.compile and role == "policy":
@@ -154,7 +154,7 @@ def _prepare_policy(model: PreTrainedModel, config: RunConfig) -> None:
     if config.train.router_aux_loss:
         require_aux_loss(model)
     if config.train.router_replay:
-        make_replayable(model, probe=ranks.rank() == 0)
+        make_replayable(model)
         if section.gradient_checkpointing and not packing_of(model):
             raise ConfigError(
                 f"train.router_replay: {type(model).__name__} runs one segment at a time, and when "

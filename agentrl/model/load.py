@@ -19,6 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.experimental import implicit_replication
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     PROCESSOR_MAPPING,
@@ -30,7 +31,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.initialization import no_init_weights
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils import logging as transformers_logging
@@ -38,10 +39,10 @@ from transformers.utils.hub import cached_file
 
 from agentrl.config import ParallelSection
 from agentrl.errors import ConfigError, first_line
-from agentrl.model import mesh, ranks
+from agentrl.model import context, mesh, ranks, sharding
 from agentrl.model.adapter_files import CONFIG_FILE
 from agentrl.model.lengths import fix_angles, longest_row
-from agentrl.model.logprobs import decoder_of, head_of, require_exact
+from agentrl.model.logprobs import decoder_of, head_of, logit_shape, require_exact
 from agentrl.model.lora import base_of, is_adapter, merged
 from agentrl.model.tensors import set_dtype
 from agentrl.model.text.processor import Processor
@@ -182,8 +183,9 @@ def load_model(
         path: a local directory, or a name on the Hugging Face hub.
         dtype: dtype of weights and activations.
         max_tokens: tokens of the longest row that the model will compute (see `fix_angles`).
-        parallel: loads this rank's part of a model whose layers are divided, in float32; `dtype` is
-            then that of its forward pass. Every rank calls it.
+        parallel: loads this rank's part in float32, if there are several ranks; every rank calls
+            it. Divided layers are ready to compute, in `dtype`; all else is in host memory, to be
+            prepared and then passed to `agentrl.model.sharding.shard`.
 
     Raises:
         ConfigError: there is no model, it has no tokenizer, it is sharded, quantised or incomplete,
@@ -195,27 +197,62 @@ def load_model(
             f"{path} is a checkpoint in shards, which several ranks wrote; turn it into a model "
             f"with `agentrl export {path} --out DIR`"
         )
-    if is_adapter(path) and parallel is None:
-        base = load_model(base_of(path), dtype=dtype, device=device, max_tokens=max_tokens)
-        model = merged(base, path)
+    if ranks.size() == 1:
+        parallel = None
+    in_rows = parallel is not None and not parallel.splits_layers
+    form = _form_of(path, max_tokens) if in_rows else None
+    with ranks.failing_together() if in_rows else contextlib.nullcontext():
+        model = _read(path, dtype=dtype, device=torch.device(device), parallel=parallel)
+    model.eval()  # as the sampler does: in training mode some routers draw experts at random
+    freeze_all_but_text(model)
+    fix_angles(model, max_tokens)
+    if form is None:
         require_exact(model)
-        return model
-    try:
+    else:
+        attention, experts, factor, cap = form
+        model.set_attn_implementation(attention)
+        model.set_experts_implementation(experts)
+        model.logit_shape = factor, cap  # pyright: ignore[reportArgumentType]
+        sharding.set_rows_aside(model)
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()  # without a backward pass the last layers would stay whole
+    return model
+
+
+def _read(
+    path: str, *, dtype: torch.dtype, device: torch.device, parallel: ParallelSection | None
+) -> PreTrainedModel:
+    """Reads a model's weights, see `load_model`.
+
+    Raises:
+        ConfigError: it is quantised or incomplete, or transformers cannot load it.
+    """
+    in_rows = parallel is not None and not parallel.splits_layers
+    if is_adapter(path) and (parallel is None or in_rows):
+        base = _read(base_of(path), dtype=dtype, device=device, parallel=parallel)
+        with implicit_replication():  # of the adapter, where the base's weights are in parts
+            return merged(base, path)
+    with _errors_in_words(path):
         config = model_config(path)
         _require_unquantised(config, path)
         without_dropout(config)
         family, arguments = auto_class(config), {}
-        if parallel is not None:
-            family, arguments = mesh.divided(
-                family._model_mapping[type(config)],
-                config,
-                path,
-                parallel,
-                dtype=dtype,
-                device=torch.device(device),
-            )
-        # The library's types do not know the pair that output_loading_info makes of the result.
-        with _bars_for_downloads_only():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_bars_for_downloads_only())
+            if in_rows:
+                family = family._model_mapping[type(config)]
+                family = stack.enter_context(sharding.reading_rows(family))
+            elif parallel is not None:
+                family, arguments = mesh.divided(
+                    family._model_mapping[type(config)],
+                    config,
+                    path,
+                    parallel,
+                    dtype=dtype,
+                    device=device,
+                )
+            # The library's types do not know the pair that output_loading_info makes of the result.
             loaded: Any = family.from_pretrained(
                 path,
                 config=config,
@@ -224,6 +261,27 @@ def load_model(
                 output_loading_info=True,
                 **arguments,
             )
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights of model {path} lack {len(missing)} tensors, first {missing[0]}, which "
+            "would start at random values; save the model again"
+        )
+    if parallel is None:
+        model.to(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    elif not in_rows:
+        mesh.finish(model, device)
+        set_dtype(model.config, dtype)  # servers load the weights in it
+    model.processor_files = _processor_files(model, path)  # pyright: ignore
+    return model
+
+
+@contextlib.contextmanager
+def _errors_in_words(path: str) -> Iterator[None]:
+    """Turns what transformers raises about a model into a ConfigError."""
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if unknown := re.search(r"model type `(.+?)` but Transformers does not", str(error)):
             raise ConfigError(
@@ -234,27 +292,6 @@ def load_model(
             f"model {path} cannot be loaded ({first_line(error)}); it must hold a config.json of "
             "a causal language model and its safetensors weights"
         ) from error
-    model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"the weights of model {path} lack {len(missing)} tensors, first {missing[0]}, which "
-            "would start at random values; save the model again"
-        )
-    if parallel is None:
-        model.to(torch.device(device))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    else:
-        mesh.finish(model, torch.device(device))
-        set_dtype(model.config, dtype)  # servers load the weights in it
-    model.eval()  # as the sampler does: in training mode some routers draw experts at random
-    freeze_all_but_text(model)
-    fix_angles(model, max_tokens)
-    require_exact(model)
-    for each in model.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()  # without a backward pass the last layers would stay whole
-    model.processor_files = _processor_files(model, path)  # pyright: ignore
-    return model
 
 
 def _processor_files(model: PreTrainedModel, path: str) -> dict[str, str]:
@@ -269,20 +306,77 @@ def _processor_files(model: PreTrainedModel, path: str) -> dict[str, str]:
     return {name: Path(file).read_text("utf-8") for name, file in found.items() if file}
 
 
-def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
-    """Builds the modules of `load_model` in float32 without loading weights. Their memory is not
-    used until it is written to."""
+def _form_of(path: str, max_tokens: int | None) -> Any:
+    """Proves on rank 0, before weights are read, that a model can be computed exactly
+    (`require_exact`). Every rank calls it.
+
+    Returns:
+        Its implementations of attention and experts, and its `logit_shape`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    form: Any = None
+    with ranks.failing_together():
+        if ranks.rank() == 0:
+            with _errors_in_words(path):
+                model = _stand_in(path, max_tokens)
+            require_exact(model)
+            config: Any = model.config
+            form = [config._attn_implementation, config._experts_implementation]
+            form += logit_shape(model)
+    return ranks.share(form)
+
+
+@torch.no_grad()
+def _stand_in(path: str, max_tokens: int | None) -> PreTrainedModel:
+    """Builds a model of the same configuration in float32, with random weights that all layers
+    share. So it takes the memory of one layer, the embedding and the head, and computes as the
+    model does.
+
+    Raises:
+        ConfigError: see `load_model`.
+    """
     config = model_config(path)
+    _require_unquantised(config, path)
     without_dropout(config)
-    with no_init_weights():
+    if context.current().size > 1:
+        context.require_position_free(config)
+    with torch.device("meta"), meta_device_safe_creation_ops():
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
-    model.tie_weights()
+    drawn: dict[object, Any] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for prefix, module in model.named_modules():
+            for name, empty in module._parameters.items():
+                if empty is None:
+                    continue
+                # A tied parameter stays tied; others are those of the first layer.
+                place = re.sub(r"\.\d+\.", ".", f"{prefix}.{name}", count=1), empty.shape
+                if (drawn_before := drawn.get(empty, drawn.get(place))) is None:
+                    drawn_before = _drawn(empty)
+                drawn[empty] = drawn[place] = module._parameters[name] = drawn_before
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        model.initialize_weights()  # buffers, vectors and scalars as the family begins with them
+        for vector in {each for each in drawn.values() if each.ndim < 2}:
+            vector.add_(torch.randn_like(vector), alpha=0.1)  # so that no gate is closed
     model.eval()
-    freeze_all_but_text(model)
     fix_angles(model, max_tokens)
     return model
+
+
+def _drawn(empty: torch.Tensor) -> torch.nn.Parameter:
+    """Returns a frozen parameter of the shape of `empty`, drawn at random if it is a matrix."""
+    values = torch.empty_like(empty, device="cpu")
+    parameter: Any = torch.nn.Parameter(values, requires_grad=False)
+    if values.ndim > 1:
+        parameter.normal_(std=values.shape[-1] ** -0.5)
+        parameter._is_hf_initialized = True
+    return parameter
 
 
 def resolve_device(device: str) -> torch.device:

@@ -137,7 +137,7 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        embedded.append(output)
+        embedded.append(output.requires_grad_())
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
     micro = probe_rows(model, share=share)

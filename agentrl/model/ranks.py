@@ -381,6 +381,26 @@ def gather(value: JSON, group: dist.ProcessGroup | None = None) -> list[JSON]:
     return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in pairs]
 
 
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Ends all ranks if the block, which every rank enters, fails on one.
+
+    Raises:
+        ConfigError: the block raised it on some rank; on rank 0, which reports it.
+        SystemExit: the same, on the other ranks.
+    """
+    problem = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error)
+    problems = [each for each in gather(problem) if each is not None]
+    if problems and rank() > 0:
+        raise SystemExit(1)
+    if problems:
+        raise ConfigError(str(problems[0]))
+
+
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
     """Sums a tensor over all ranks, in place, and returns it."""
     if size() > 1:

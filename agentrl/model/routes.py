@@ -72,14 +72,11 @@ def _leave(router: Any, inputs: Any, output: Any) -> None:
     router.listening = None
 
 
-def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
+def make_replayable(model: PreTrainedModel) -> None:
     """Makes the choices of a model's routers recordable and forcible, in its copies too.
 
-    Args:
-        probe: runs one forward pass, to check that every router chooses as expected.
-
     Raises:
-        ConfigError: the model has no routers, or they choose in another way.
+        ConfigError: the model has no routers, or they lack what a forced choice needs.
     """
     name = type(model).__name__
     routers: list[Any] = routers_of(model)
@@ -95,16 +92,25 @@ def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
         router.routes = router.recorded = router.listening = None
         router.register_forward_pre_hook(_enter)
         router.register_forward_hook(_leave, always_call=True)
-    if not probe:
-        return
+
+
+def require_choices(model: PreTrainedModel) -> None:
+    """Checks with one forward pass that every router of a replayable model chooses as expected.
+    Every rank of a sharded model calls it.
+
+    Raises:
+        ConfigError: a router chooses in another way.
+    """
+    routers: list[Any] = routers_of(model)
     with torch.no_grad(), recording(model) as recorded:
-        model(torch.arange(3, 8, device=model.device)[None], use_cache=False)
+        device = getattr(model, "computes_on", model.device)
+        model(torch.arange(3, 8, device=device)[None], use_cache=False)
     if [len(each) for each in recorded] != [1] * len(routers) or any(
         each[0].shape != (5, router.top_k) for each, router in zip(recorded, routers, strict=True)
     ):
         raise ConfigError(
-            f"train.router_replay: the routers of {name} do not choose once for each token; "
-            "leave it out"
+            f"train.router_replay: the routers of {type(model).__name__} do not choose once for "
+            "each token; leave it out"
         )
 
 

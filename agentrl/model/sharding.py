@@ -6,18 +6,22 @@ float32, and each rank keeps those of its shard. The update is then the same as 
 weights in `agentrl.train.optimizer` (docs/precision.md). Zhao et al., "PyTorch FSDP", 2023,
 https://arxiv.org/abs/2304.11277.
 
-Rank 0 alone reads a model's files, into host memory, and runs every check there; the others build
-the same modules around memory that they never touch. `shard` then splits the tensors, one layer at
-a time, and sends each rank its part. So the host memory of a machine must hold one whole model, not
-one per rank, and randomly initialised adapters start equal everywhere.
+Every rank reads its own rows of a model's files (`reading_rows`), so that no process ever holds
+more than its part and one tensor. Until `shard` they are kept beside parameters of the whole's
+size, whose memory is never touched: whatever is frozen, added or tied before sees an ordinary
+module. What no file holds, as adapters that are drawn at random, `shard` sends from rank 0, so it
+starts equal everywhere.
 
-With a single rank these functions load a model as `agentrl.model.load` does, and shard nothing.
+With a single rank these functions do nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,46 +37,92 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from agentrl.model import context, logprobs, ranks
-from agentrl.model import load as models
 from agentrl.model.tensors import set_dtype
 
 Module = TypeVar("Module", bound=nn.Module)
 
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Without it transformers' threads read whole tensors faster than they are cut."""
 
-def load_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, max_tokens: int | None = None
-) -> PreTrainedModel:
-    """Loads the model at `path`, to be prepared and then passed to `shard`. Every rank calls it.
 
-    Args:
-        dtype: dtype that a single rank loads; with several ranks the weights are float32 until
-            `shard`.
-        device: device of a single rank's model; with several ranks it is in host memory.
-        max_tokens: see `agentrl.model.load.load_model`.
+@contextlib.contextmanager
+def reading_rows(family: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
+    """Yields a class whose `from_pretrained` gives each rank its rows of every parameter, as a
+    `DTensor`, within the block. Every rank enters it.
 
-    Raises:
-        ConfigError: see `agentrl.model.load.load_model`; on rank 0 alone.
+    Only those rows are read. A tensor that the files hold in another form, such as a mixture's
+    experts one by one, is read whole and cut, one after the other.
     """
-    if ranks.size() == 1:
-        return models.load_model(path, dtype=dtype, device=device, max_tokens=max_tokens)
-    if ranks.rank() == 0:
-        model = models.load_model(path, dtype=torch.float32, device="cpu", max_tokens=max_tokens)
-        if context.current().size > 1:
-            context.require_position_free(model.config)
-        config = model.config
-        implementations = [config._attn_implementation, config._experts_implementation]
-        ranks.share([*implementations, *logprobs.logit_shape(model)])
-    else:
-        model = models.empty_model(path, max_tokens)
-        found: Any = ranks.share()
-        model.set_attn_implementation(found[0])
-        model.set_experts_implementation(found[1])
-        model.logit_shape = tuple(found[2:])  # pyright: ignore[reportArgumentType]
-    return model
+    mesh = _mesh("cpu")
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        family.__init__(self, *args, **kwargs)
+        converted = [
+            re.findall(r"[A-Za-z]\w+", pattern)
+            for each in get_model_conversion_mapping(self)
+            if isinstance(each, WeightConverter)
+            for pattern in each.target_patterns
+        ]
+        for prefix, module in self.named_modules():
+            for name, parameter in module._parameters.items():
+                full = f"{prefix}.{name}"
+                if not any(all(word in full for word in words) for words in converted):
+                    module._parameters[name] = _rows_of(parameter, mesh)
+
+    def keep_rows(module: nn.Module, name: str, parameter: Any) -> Any:
+        placeholder = module._parameters.get(name)
+        loaded = placeholder is not None and placeholder.is_meta and not parameter.is_meta
+        return _rows_of(parameter, mesh) if loaded else None
+
+    own = {"__init__": init, "__module__": family.__module__}
+    handle = register_module_parameter_registration_hook(keep_rows)
+    before = os.environ.get(_ONE_BY_ONE)
+    os.environ[_ONE_BY_ONE] = "1"
+    try:
+        yield type(family.__name__, (family,), own)
+    finally:
+        handle.remove()
+        os.environ.pop(_ONE_BY_ONE)
+        if before is not None:
+            os.environ[_ONE_BY_ONE] = before
+
+
+def _rows_of(parameter: Any, mesh: DeviceMesh) -> Any:
+    """Returns the parameter with this rank's rows alone; one without rows as it is."""
+    if parameter is None or isinstance(parameter, DTensor) or not parameter.ndim:
+        return parameter
+    rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
+    cut: Any = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    cut._is_hf_initialized = getattr(parameter, "_is_hf_initialized", False)
+    return cut
+
+
+def set_rows_aside(model: PreTrainedModel) -> None:
+    """Gives a model of `reading_rows` parameters of the whole's size, each with its `rows`. Their
+    memory is not used until it is written to."""
+    whole: dict[Tensor, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            if parameter not in whole:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                whole[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                whole[parameter].rows = parameter.to_local()
+            module._parameters[name] = whole[parameter]
+
+
+def _mesh(kind: str) -> DeviceMesh:
+    if (group := ranks.everywhere()) is None:
+        return init_device_mesh(kind, (ranks.size(),), mesh_dim_names=("data",))
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=("data",))
 
 
 @dataclass(slots=True)
@@ -97,29 +147,25 @@ class Frozen:
 def shard(
     module: Module, *, dtype: torch.dtype, device: torch.device, optimizer: str = "adamw"
 ) -> Module:
-    """Gives every rank its shard of rank 0's whole module. Every rank calls it.
+    """Gives every rank its shard of a module. Every rank calls it.
 
     A single rank gets the module back unchanged.
 
     Args:
-        module: a model of `load_model`, or a critic around its decoder, in which everything is
-            already frozen, added or tied as it is to be.
+        module: a model of `agentrl.model.load.load_model`, or a critic around its decoder, in which
+            everything is already frozen, added or tied as it is to be.
         dtype: dtype of the forward and backward pass.
         optimizer: `adamw_cpu` keeps shards and gradients in host memory; a layer's weights are on
             the device while it computes.
     """
     if ranks.size() == 1:
         return module
-    values = dict(module.named_parameters()) if ranks.rank() == 0 else {}
-    if (group := ranks.everywhere()) is None:
-        mesh = init_device_mesh(device.type, (ranks.size(),), mesh_dim_names=("data",))
-    else:
-        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
     offload = OffloadPolicy()
     if optimizer == "adamw_cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    _wrap(module, mesh, dtype, offload)
-    _fill(module, values)
+    _wrap(module, _mesh(device.type), dtype, offload)
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0, group=ranks.everywhere())
     for each in module.modules():
         if isinstance(each, PreTrainedModel):
             object.__setattr__(each, "computes_on", device)
@@ -145,12 +191,12 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
     else:
         decoder = root.backbone
         # The value head of a critic computes in float32.
-        fully_shard(root.value_head, mesh=mesh, offload_policy=offload)
+        _divide(root.value_head, mesh=mesh, offload_policy=offload)
     for layer in getattr(decoder, "layers", ()):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        _divide(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # The root is sharded again after the backward pass, which a frozen network does not have.
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
-    fully_shard(
+    _divide(
         module,
         mesh=mesh,
         mp_policy=policy,
@@ -164,18 +210,25 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
             each.set_force_sum_reduction_for_comms(True)
 
 
+def _divide(module: nn.Module, **how: Any) -> None:
+    """Shards what is still whole of a module, and fills the shards at once, so that rows and shards
+    of no more than one module are in memory together."""
+    whole = {n: p for n, p in module.named_parameters() if not isinstance(p, DTensor)}
+    fully_shard(module, **how)
+    _fill(dict(module.named_parameters()), whole)
+
+
 @torch.no_grad()
-def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Sends every rank its part of rank 0's values, one tensor at a time."""
-    for name, parameter in module.named_parameters():
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        whole = (
-            values[name].to(local.device)
-            if ranks.rank() == 0
-            else torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
-        )
-        parts = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        local.copy_(parts.to_local())
-    for buffer in module.buffers():
-        dist.broadcast(buffer, src=0, group=ranks.everywhere())
+def _fill(shards: dict[str, Any], whole: dict[str, nn.Parameter]) -> None:
+    """Fills each shard with the rows that this rank has read, else with those of rank 0's tensor.
+
+    Args:
+        whole: the parameters before they were sharded.
+    """
+    for name, parameter in whole.items():
+        shard = shards[name]
+        local = shard.to_local()
+        if (rows := getattr(parameter, "rows", None)) is None:
+            sent = parameter.detach().to(local.device)
+            rows = distribute_tensor(sent, shard.device_mesh, shard.placements).to_local()
+        local.copy_(rows)
