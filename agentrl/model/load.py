@@ -19,7 +19,6 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.experimental import implicit_replication
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     PROCESSOR_MAPPING,
@@ -213,7 +212,6 @@ def load_model(
         model.set_attn_implementation(attention)
         model.set_experts_implementation(experts)
         model.logit_shape = factor, cap  # pyright: ignore[reportArgumentType]
-        sharding.set_rows_aside(model)
     for each in model.modules():
         if isinstance(each, FSDPModule):
             each.reshard()  # without a backward pass the last layers would stay whole
@@ -231,8 +229,7 @@ def _read(
     in_rows = parallel is not None and not parallel.splits_layers
     if is_adapter(path) and (parallel is None or in_rows):
         base = _read(base_of(path), dtype=dtype, device=device, parallel=parallel)
-        with implicit_replication():  # of the adapter, where the base's weights are in parts
-            return merged(base, path)
+        return merged(base, path)
     with _errors_in_words(path):
         config = model_config(path)
         _require_unquantised(config, path)
@@ -270,7 +267,9 @@ def _read(
         )
     if parallel is None:
         model.to(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    elif not in_rows:
+    elif in_rows:
+        sharding.set_rows_aside(model)
+    else:
         mesh.finish(model, device)
         set_dtype(model.config, dtype)  # servers load the weights in it
     model.processor_files = _processor_files(model, path)  # pyright: ignore

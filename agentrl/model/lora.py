@@ -18,6 +18,7 @@ from agentrl.config import LoraSection
 from agentrl.errors import ConfigError
 from agentrl.model.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, has_adapter
 from agentrl.model.logprobs import decoder_of
+from agentrl.model.sharding import held_whole
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,7 @@ def merged(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """
     try:
         from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise ConfigError(_MISSING) from None
     try:
@@ -181,7 +183,11 @@ def merged(model: PreTrainedModel, path: str) -> PreTrainedModel:
                 f"{WEIGHTS_FILE} lacks {len(expected - found)} tensors and has "
                 f"{len(found - expected)} that nothing reads, such as {different[0]}"
             )
-        whole = adapted.merge_and_unload()
+        for module in adapted.modules():
+            if isinstance(module, BaseTunerLayer):
+                with held_whole(module.get_base_layer()):
+                    module.merge()
+        whole = adapted.unload()
     except (RuntimeError, ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"the adapter at {path} does not fit its base model: {error}") from error
     return whole.requires_grad_(True)

@@ -115,8 +115,21 @@ def set_rows_aside(model: PreTrainedModel) -> None:
             if parameter not in whole:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype)
                 whole[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                whole[parameter].rows = parameter.to_local()
+                whole[parameter].rows = parameter.detach()
             module._parameters[name] = whole[parameter]
+
+
+@contextlib.contextmanager
+def held_whole(module: nn.Module) -> Iterator[None]:
+    """Gathers the parameters of a module of which ranks have set rows aside, within the block, and
+    keeps the rows of what they then are. Every rank enters it."""
+    parts: list[Any] = [each for each in module.parameters() if hasattr(each, "rows")]
+    for each in parts:
+        each.data.copy_(each.rows.full_tensor())
+    yield
+    for each in parts:
+        each.rows = _rows_of(each, each.rows.device_mesh).detach()
+        each.data = torch.empty_like(each)
 
 
 def _mesh(kind: str) -> DeviceMesh:
@@ -230,5 +243,5 @@ def _fill(shards: dict[str, Any], whole: dict[str, nn.Parameter]) -> None:
         local = shard.to_local()
         if (rows := getattr(parameter, "rows", None)) is None:
             sent = parameter.detach().to(local.device)
-            rows = distribute_tensor(sent, shard.device_mesh, shard.placements).to_local()
-        local.copy_(rows)
+            rows = distribute_tensor(sent, shard.device_mesh, shard.placements)
+        local.copy_(rows.to_local())

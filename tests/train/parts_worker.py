@@ -1,4 +1,4 @@
-"""A rank of `test_parts.py`: compares its part of each model with the whole model, loaded beside it.
+"""A rank of `test_parts.py`: compares its part of each model with the whole, loaded beside it.
 
 python -m torch.distributed.run --nproc-per-node 3 parts_worker.py CASES.json
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from agentrl.config import RunConfig
+from agentrl.config import ParallelSection, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.model import ranks
 from agentrl.model.build import build
@@ -55,7 +55,7 @@ def experts_of(model) -> str | None:
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    ranks.join(torch.device("cpu"), RunConfig.model_validate({}).train.parallel)
+    ranks.join(torch.device("cpu"), ParallelSection())
     report = {}
     for name, path in json.loads(file.read_text()).items():
         try:

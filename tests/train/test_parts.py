@@ -1,0 +1,53 @@
+"""Several ranks read a model in parts: each part is that of the whole model, bit for bit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import save_tiny_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+WORKER = Path(__file__).with_name("parts_worker.py")
+FAMILIES = {
+    "one matrix as embedding and head": ("qwen3", {"tie_word_embeddings": True}),
+    "embedding and head": ("qwen3", {"tie_word_embeddings": False}),
+    "experts one by one": ("qwen3_moe", {}),
+    "fewer experts than ranks": ("mixtral", {"num_local_experts": 2}),
+    "experts in one tensor": ("gpt_oss", {}),
+    "convolutions": ("falcon_mamba", {}),
+    "convolutions that files hold apart": ("olmo_hybrid", {}),
+    "vision tower": ("qwen3_vl", {}),
+}
+
+
+def save_adapter(folder: Path, base: str) -> str:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_rank_reads_its_part_of_the_whole(tmp_path):
+    """Of every parameter and buffer, on ranks that do not divide the rows evenly; and the model is
+    computed in the form that is proved on the whole."""
+    paths = {
+        name: save_tiny_model(tmp_path / name, family, **changes)
+        for name, (family, changes) in FAMILIES.items()
+    }
+    paths["adapter"] = save_adapter(tmp_path / "adapter", paths["embedding and head"])
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps(paths))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "3", str(WORKER), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "cases.json.found").read_text())
+    assert found == [{name: [] for name in paths}] * 3
