@@ -270,8 +270,7 @@ def _read(
     elif in_rows:
         sharding.set_rows_aside(model)
     else:
-        mesh.finish(model, device)
-        set_dtype(model.config, dtype)  # servers load the weights in it
+        sharding.finish(model, dtype=dtype, device=device)
     model.processor_files = _processor_files(model, path)  # pyright: ignore
     return model
 

@@ -13,13 +13,11 @@ different rows. Every rank reads its own part of the files, and none ever holds 
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _AllReduceBackward
@@ -28,7 +26,7 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 from agentrl.config import ParallelSection
 from agentrl.errors import ConfigError
-from agentrl.model import logprobs, ranks
+from agentrl.model import ranks
 from agentrl.model.lora import is_adapter
 
 STYLE = "replicated_with_grad_allreduce"
@@ -112,21 +110,6 @@ def divided(
         "__module__": family.__module__,
     }
     return type(family.__name__, (family,), own), {"distributed_config": layout}
-
-
-def finish(model: PreTrainedModel, device: torch.device) -> None:
-    """Makes a model that was loaded in parts sum gradients and compute log-probs as others do."""
-    for each in model.modules():
-        if isinstance(each, FSDPModule):
-            # The loss is a sum over the batch, so gradients of ranks are summed, not averaged.
-            each.set_gradient_divide_factor(1.0)
-            each.set_force_sum_reduction_for_comms(True)
-        if isinstance(each, PreTrainedModel):
-            object.__setattr__(each, "computes_on", device)
-    if isinstance(model, FSDPModule):
-        method = types.MethodType(logprobs.logprobs_and_routing, model)
-        object.__setattr__(model, "fsdp_logprobs", method)
-        register_fsdp_forward_method(model, "fsdp_logprobs")
 
 
 def _require_plan(

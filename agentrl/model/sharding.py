@@ -179,17 +179,27 @@ def shard(
     _wrap(module, _mesh(device.type), dtype, offload)
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0, group=ranks.everywhere())
+    finish(module, dtype=dtype, device=device)
+    return module
+
+
+def finish(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Makes a network that is in parts sum gradients, and compute log-probs as others do."""
     for each in module.modules():
+        if isinstance(each, FSDPModule):
+            # The loss is a sum over the batch, so gradients of ranks are summed, not averaged.
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
         if isinstance(each, PreTrainedModel):
             object.__setattr__(each, "computes_on", device)
             object.__setattr__(each, "row_context", context.current())
     if isinstance(module, PreTrainedModel):
         set_dtype(module.config, dtype)  # servers load the weights in it
+    if isinstance(module, PreTrainedModel) and isinstance(module, FSDPModule):
         # FSDP gathers weights only for `forward` and for methods that are registered.
         method = types.MethodType(logprobs.logprobs_and_routing, module)
         object.__setattr__(module, "fsdp_logprobs", method)
         register_fsdp_forward_method(module, "fsdp_logprobs")
-    return module
 
 
 def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy) -> None:
@@ -216,11 +226,6 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
         offload_policy=offload,
         reshard_after_forward=frozen,
     )
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            # The loss is a sum over the batch, so gradients of ranks are summed, not averaged.
-            each.set_gradient_divide_factor(1.0)
-            each.set_force_sum_reduction_for_comms(True)
 
 
 def _divide(module: nn.Module, **how: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import OffloadPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.config import RunConfig
-from agentrl.model import attention, context, logprobs, sharding
+from agentrl.model import attention, sharding
 from agentrl.model.attention import SHARED_ATTENTION_NAME
 from agentrl.model.critic import Critic
 from agentrl.model.head import _TrainedLogprobs
@@ -232,20 +231,13 @@ def _with_adapter(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 def _sharded(module: Any, config: RunConfig, mesh: DeviceMesh | None) -> Any:
-    """As `sharding.shard`, whose weights come from rank 0."""
+    """As `sharding.shard`, whose weights come from files and from rank 0."""
     if mesh is None:
         return module
     dtype = getattr(torch, config.model.dtype)
-    sharding._wrap(module, mesh, dtype, OffloadPolicy())
-    for each in module.modules():
-        if isinstance(each, PreTrainedModel):
-            object.__setattr__(each, "computes_on", GPU)
-            object.__setattr__(each, "row_context", context.current())
-    if isinstance(module, PreTrainedModel):
-        module.config.dtype = dtype
-        compute = types.MethodType(logprobs.logprobs_and_routing, module)
-        object.__setattr__(module, "fsdp_logprobs", compute)
-        register_fsdp_forward_method(module, "fsdp_logprobs")
+    with mock.patch.object(sharding, "_fill"):
+        sharding._wrap(module, mesh, dtype, OffloadPolicy())
+    sharding.finish(module, dtype=dtype, device=GPU)
     return module
 
 
