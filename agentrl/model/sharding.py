@@ -99,7 +99,7 @@ def _rows_of(parameter: Any, mesh: DeviceMesh) -> Any:
     if parameter is None or isinstance(parameter, DTensor) or not parameter.ndim:
         return parameter
     rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
-    cut: Any = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    cut: Any = nn.Parameter(rows, requires_grad=False)
     cut._is_hf_initialized = getattr(parameter, "_is_hf_initialized", False)
     return cut
 
@@ -114,7 +114,8 @@ def set_rows_aside(model: PreTrainedModel) -> None:
                 continue
             if parameter not in whole:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                whole[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                # As transformers loads a whole model, whatever the family declares.
+                whole[parameter] = nn.Parameter(empty, requires_grad=empty.is_floating_point())
                 whole[parameter].rows = parameter.detach()
             module._parameters[name] = whole[parameter]
 

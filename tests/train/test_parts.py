@@ -1,6 +1,7 @@
 """Several ranks read a model in parts: each part is that of the whole model, bit for bit."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from families import save_tiny_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WORKER = Path(__file__).with_name("parts_worker.py")
@@ -37,12 +39,17 @@ def save_adapter(folder: Path, base: str) -> str:
 @pytest.mark.timeout(600)
 def test_each_rank_reads_its_part_of_the_whole(tmp_path):
     """Of every parameter and buffer, on ranks that do not divide the rows evenly; and the model is
-    computed in the form that is proved on the whole."""
+    computed in the form that is proved on the whole. Rank 0 alone says why a model is refused."""
     paths = {
         name: save_tiny_model(tmp_path / name, family, **changes)
         for name, (family, changes) in FAMILIES.items()
     }
     paths["adapter"] = save_adapter(tmp_path / "adapter", paths["embedding and head"])
+    paths["incomplete"] = str(shutil.copytree(paths["embedding and head"], tmp_path / "incomplete"))
+    weights = tmp_path / "incomplete" / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors[max(tensors)]
+    save_file(tensors, weights, {"format": "pt"})
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(paths))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -50,4 +57,7 @@ def test_each_rank_reads_its_part_of_the_whole(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "cases.json.found").read_text())
-    assert found == [{name: [] for name in paths}] * 3
+    refused = [each.pop("incomplete") for each in found]
+    assert "lack 1 tensors" in refused[0][0]
+    assert refused[1:] == [["refused: 1"]] * 2
+    assert found == [{name: [] for name in paths if name != "incomplete"}] * 3
