@@ -18,6 +18,7 @@ With a single rank these functions do nothing.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import types
@@ -96,7 +97,11 @@ def reading_rows(family: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel
 
 def _rows_of(parameter: Any, mesh: DeviceMesh) -> Any:
     """Returns the parameter with this rank's rows alone; one without rows as it is."""
-    if parameter is None or isinstance(parameter, DTensor) or not parameter.ndim:
+    if (
+        parameter is None
+        or isinstance(parameter, DTensor)
+        or 0 in (parameter.ndim, *parameter.shape)
+    ):
         return parameter
     rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
     cut: Any = nn.Parameter(rows, requires_grad=False)
@@ -113,7 +118,7 @@ def set_rows_aside(model: PreTrainedModel) -> None:
             if not isinstance(parameter, DTensor):
                 continue
             if parameter not in whole:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                empty = _untouched(parameter)
                 # As transformers loads a whole model, whatever the family declares.
                 whole[parameter] = nn.Parameter(empty, requires_grad=empty.is_floating_point())
                 whole[parameter].rows = parameter.detach()
@@ -130,7 +135,14 @@ def held_whole(module: nn.Module) -> Iterator[None]:
     yield
     for each in parts:
         each.rows = _rows_of(each, each.rows.device_mesh).detach()
-        each.data = torch.empty_like(each)
+        each.data = _untouched(each)
+
+
+def _untouched(tensor: Tensor) -> Tensor:
+    """Returns a tensor of this shape in pages of its own, which take memory once they are written
+    to. The allocator could return pages that are in memory already."""
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _mesh(kind: str) -> DeviceMesh:
