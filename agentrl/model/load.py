@@ -226,6 +226,7 @@ def _read(
     Raises:
         ConfigError: it is quantised or incomplete, or transformers cannot load it.
     """
+    _require_model_files(path)
     in_rows = parallel is not None and not parallel.splits_layers
     if is_adapter(path) and (parallel is None or in_rows):
         base = _read(base_of(path), dtype=dtype, device=device, parallel=parallel)
