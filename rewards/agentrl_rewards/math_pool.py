@@ -48,6 +48,9 @@ the 60 s that an environment's step may take."""
 INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
 """The only environment variables the program gets: it handles untrusted text and needs no
 secrets."""
+AHEAD = 2
+"""Quick checks per child that the program may have: one that it compares, and the next one, so that
+the child need not wait for this process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,9 +134,9 @@ class MathPool:
 
     def _start_waiting(self) -> None:
         """Starts checks while there are free places, slow ones first, which have fewer."""
-        places = {"slow": max(1, self.num_workers // 2), "quick": self.num_workers}
+        places = {"slow": max(1, self.num_workers // 2), "quick": AHEAD * self.num_workers}
         for queue, callers in self._waiting.items():
-            while callers and len(self._running) < self.num_workers:
+            while callers:
                 if sum(check.queue == queue for check in self._running.values()) == places[queue]:
                     break
                 name, checks = callers.popitem(last=False)
@@ -151,9 +154,9 @@ class MathPool:
                     self._start(check)
 
     def _start(self, check: _Check) -> None:
-        """Sends a check to the program, which takes it at once: there is a free place."""
+        """Sends a check to the program, which begins it as soon as a child is free."""
         if self._process is None or self._process.poll() is not None:
-            self._process = _start_program(self.memory_bytes)
+            self._process = _start_program(self.num_workers, self.memory_bytes)
             # daemon: it ends with the program, which is killed at exit
             threading.Thread(target=self._read_replies, args=[self._process], daemon=True).start()
         first_try_s = FIRST_TRY_S if check.queue == "quick" else check.deadline_s
@@ -225,14 +228,14 @@ class MathPool:
         self._start_empty()
 
 
-def _start_program(memory_bytes: int) -> subprocess.Popen[bytes]:
+def _start_program(num_children: int, memory_bytes: int) -> subprocess.Popen[bytes]:
     environment = {k: os.environ[k] for k in INHERITED_VARIABLES if k in os.environ}
     # Same import path as here; fixed hashes, so that sympy always orders terms the same way.
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"}
     # A process group of its own: Ctrl-C does not reach it, and its children are killed with it.
     return start_group(
         # -P: otherwise this folder, which contains a module named `math`, is on the path
-        [sys.executable, "-P", str(WORKER_FILE), str(memory_bytes)],
+        [sys.executable, "-P", str(WORKER_FILE), str(num_children), str(memory_bytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

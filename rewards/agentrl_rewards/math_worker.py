@@ -9,8 +9,7 @@ so the user's `__main__` is not run again and the multiprocessing start method d
 The supervisor imports math-verify once and never parses an answer itself. Its children do, one
 answer at a time and under RLIMIT_AS. The deadline is CPU time, and ten times as much on the clock:
 the kernel's timers end a child that misses it, and the next one is forked from the warm supervisor
-in milliseconds. The caller bounds the number of children by the requests that it sends before their
-replies. Every request gets exactly one reply:
+in milliseconds. A request for which no child is free waits. Every request gets exactly one reply:
 
     {"id": int, "answer": str, "reference": str, "deadline_s": float}
     -> {"id": int, "equal": bool}                the comparison completed
@@ -33,6 +32,7 @@ import select
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -487,8 +487,13 @@ def serve_child(connection: socket.socket, compare: Compare, memory_bytes: int) 
 class Supervisor:
     """Hands requests to children and their replies back."""
 
-    def __init__(self, compare: Compare, memory_bytes: int, reply_fd: int) -> None:
+    def __init__(
+        self, compare: Compare, num_children: int, memory_bytes: int, reply_fd: int
+    ) -> None:
         self.compare, self.memory_bytes, self.reply_fd = compare, memory_bytes, reply_fd
+        self.num_children = num_children
+        self.waiting: deque[bytes] = deque()
+        """Requests for which no child is free."""
         self.idle: list[Child] = []
         self.busy: dict[int, Child] = {}
         """Descriptor of its connection -> a child at work."""
@@ -505,10 +510,11 @@ class Supervisor:
                     self.pass_reply(self.busy[fd])
                 elif chunk := os.read(0, 65536):
                     *lines, requests = (requests + chunk).split(b"\n")
-                    for line in lines:
-                        self.start(line)
+                    self.waiting += lines
                 else:
                     return
+            while self.waiting and len(self.busy) < self.num_children:
+                self.start(self.waiting.popleft())
 
     def start(self, line: bytes) -> None:
         child = self.idle.pop() if self.idle else self.fork()
@@ -588,7 +594,7 @@ def main() -> None:
     except ImportError as error:
         send(reply_fd, {"error": f"{error}: install it with `pip install 'agentrl-gym[math]'`"})
         return
-    supervisor = Supervisor(compare, int(sys.argv[1]), reply_fd)
+    supervisor = Supervisor(compare, int(sys.argv[1]), int(sys.argv[2]), reply_fd)
     try:
         supervisor.run()
     finally:
