@@ -48,8 +48,8 @@ from agentrl_rewards.withheld import (
     read_reports,
     stable,
     tells,
+    withhold,
 )
-from agentrl_rewards.withheld_tests import withhold
 
 PLUGIN = """
 import json, os, sys, pytest

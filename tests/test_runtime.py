@@ -26,7 +26,7 @@ from agentrl.runtime import (
 )
 from agentrl_math.calculator import calculate
 from agentrl_rewards.code import read_tests
-from agentrl_rewards.withheld_tests import withhold
+from agentrl_rewards.withheld import withhold
 
 
 async def threshold() -> int:

@@ -1,4 +1,4 @@
-"""Reads the syntax trees of tests, for `agentrl_rewards.withheld_tests`."""
+"""Reads the syntax trees of tests, for `agentrl_rewards.withheld`."""
 
 from __future__ import annotations
 

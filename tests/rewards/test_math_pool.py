@@ -369,13 +369,16 @@ def test_the_wait_for_a_place_is_bounded(monkeypatch):
     monkeypatch.setitem(math_pool.MAX_WAIT_S, "quick", 0.2)
     pool = MathPool(1)
     pool.check(*POLYNOMIAL)
-    with ThreadPoolExecutor(2) as executor:
+    with ThreadPoolExecutor(3) as executor:
         slow = executor.submit(pool.check, *SLOW, 600.0)
         child = comparing_process()
+        following = executor.submit(pool.check, *POLYNOMIAL)  # the program has it already
+        time.sleep(0.2)
         late = executor.submit(pool.check, *POLYNOMIAL)
         time.sleep(0.5)
         assert not late.done()
         os.kill(child, signal.SIGKILL)
+        assert following.result(timeout=60)
         for check in (late, slow):
             with pytest.raises(GraderError):
                 check.result(timeout=60)

@@ -21,9 +21,9 @@ from agentrl_rewards.withheld import (
     read_reports,
     stable,
     tells,
+    withhold,
 )
 from agentrl_rewards.withheld_report import canonical
-from agentrl_rewards.withheld_tests import withhold
 
 PLAIN = Probe(("", "test"), True, set())
 

@@ -28,8 +28,8 @@ from agentrl_rewards.withheld import (
     read_reports,
     stable,
     tells,
+    withhold,
 )
-from agentrl_rewards.withheld_tests import withhold
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError
 from agentrl_swebench.harness import Evidence
