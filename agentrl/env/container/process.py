@@ -1,7 +1,8 @@
 """Runs programs on this machine, below a guard, in a folder of their own.
 
-Nothing keeps them in: they may read and write what this process may. What they start ends with them
-and with this process, and the folder is removed at the end.
+Nothing keeps the programs in: they may read and write what this process may. `put` and `get` reach
+the box's folder alone. What the programs start ends with them and with this process, and the folder
+is removed at the end.
 """
 
 from __future__ import annotations
@@ -80,13 +81,19 @@ class ProcessBox(Box):
     async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
         file = io.BytesIO(archive) if isinstance(archive, bytes) else archive
         with tarfile.open(fileobj=file) as opened:
-            await asyncio.to_thread(opened.extractall, self._work / folder, filter="data")
+            await asyncio.to_thread(opened.extractall, self._inside(folder), filter="data")
 
     async def get(self, path: str, max_bytes: int) -> bytes | None:
-        file = self._work / path
+        file = self._inside(path)
         if not file.is_file() or file.stat().st_size > max_bytes:
             return None
         return file.read_bytes()
+
+    def _inside(self, path: str) -> Path:
+        inside = (self._work / path).resolve()
+        if not inside.is_relative_to(self.folder.resolve()):
+            raise EnvError(f"{path} is outside of the box, which is a folder of this machine")
+        return inside
 
     async def end(self) -> None:
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)

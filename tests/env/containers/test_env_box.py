@@ -38,6 +38,10 @@ async def test_programs_of_this_machine():
     box = ProcessBox(os.environ | {"COLOUR": "green"})
     with pytest.raises(EnvError):
         await box.script("true", timeout_s=30, user=ROOT)
+    with pytest.raises(EnvError):
+        await box.put(packed({"name": b""}))
+    with pytest.raises(EnvError):
+        await box.get("../../name", 9)
     await try_out(box)
     assert not box.folder.exists()
 
