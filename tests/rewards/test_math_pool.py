@@ -98,7 +98,7 @@ async def test_callers_take_turns():
     many = [asyncio.create_task(one("many", number)) for number in range(8)]
     await asyncio.gather(*many, asyncio.create_task(one("few", 1)))
     pool.close()
-    assert len(order) == 9 and order.index("few") <= 2  # behind what ran, and one more
+    assert len(order) == 9 and order.index("few") <= 3  # behind what the program had, and one more
 
 
 BOMBS = [
@@ -338,9 +338,9 @@ async def test_close_ends_the_pool_and_its_checks():
     checks = [asyncio.create_task(pool.check_async(*SLOW)) for _ in range(3)]
     await asyncio.sleep(0.1)
     pool.close()
-    first, *others = await asyncio.gather(*checks, return_exceptions=True)
-    assert isinstance(first, GraderError)
-    assert all(isinstance(each, asyncio.CancelledError) for each in others)
+    *sent, waiting = await asyncio.gather(*checks, return_exceptions=True)
+    assert all(isinstance(each, GraderError) for each in sent)
+    assert isinstance(waiting, asyncio.CancelledError)
     with pytest.raises(RuntimeError):
         pool.check(*POLYNOMIAL)
     assert not is_running(started)
