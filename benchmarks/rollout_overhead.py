@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import socket
@@ -35,7 +34,6 @@ from pathlib import Path
 from aiohttp import web
 
 from agentrl import runtime
-from agentrl.cli.main import main as cli
 from agentrl.env import Environment, Task, register, tool
 from agentrl.env.client import connect
 from agentrl.inference.base import SamplingParams
@@ -109,8 +107,10 @@ def serve(port: int, turns: list[list[int]]) -> None:
 
 
 def serve_environment(port: int) -> None:
-    logging.disable(logging.INFO)  # a line for each episode
-    cli.main(["env", "serve", "overhead-test", "--port", str(port), "--max-sessions", "4096"])
+    served = f"{Path(__file__).resolve()}:OverheadTest"
+    options = ["--port", str(port), "--max-sessions", "4096"]
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a line for each episode
+    os.execv(sys.executable, [sys.executable, "-m", "agentrl", "env", "serve", served, *options])
 
 
 async def driver_cpu(
