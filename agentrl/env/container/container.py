@@ -29,6 +29,7 @@ from agentrl.env.container.engine import (
     Engine,
     EngineError,
     ImageMissing,
+    is_podman,
     labels,
     remove,
 )
@@ -291,8 +292,13 @@ class Container(Box):
             ContainerGone: the container has ended.
             EnvError: the engine failed.
         """
-        top = await self.call(lambda client: client.api.top(self.id, "-eo pid,args"))
-        return [" ".join(row[1:]) for row in top["Processes"]][1:]
+
+        def top(client: DockerClient) -> list[list[str]]:
+            # With options Podman runs ps inside the container, where a sweep kills it.
+            columns = "pid,args" if is_podman(client) else "-eo pid,args"
+            return client.api.top(self.id, columns)["Processes"]
+
+        return [" ".join(row[1:]) for row in await self.call(top)][1:]
 
     async def sweep(self) -> None:
         """Kills everything but the first process.
