@@ -7,8 +7,8 @@ official command grades an instance only once. Whatever runs later finds more of
 in the page cache, so every other round runs the arms in reverse order. An untimed call of the
 first arm comes before all rounds, so that no arm is the first to start a container.
 
-Each line is an arm with medians over the rounds: seconds per grading (from the harness' own logs:
-creating the container to removing it), seconds of the whole call, gradings per hour, the ratio to
+Each line is an arm with medians over the rounds: seconds per grading (of the official command, from
+its logs: creating the container to removing it), seconds of the whole call, gradings per hour, the ratio to
 the official command in the same round, and CPU seconds per grading. The gradings per hour of every
 round stand at the end of the line. CPU seconds include the command, the engine and all containers,
 and vary less with other work on the machine than the times do. A grading with its withheld run
@@ -44,9 +44,12 @@ _TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ", re.MULTILINE)
 _TIMEOUT_S = 3600
 
 
-def harness_seconds(log: Path) -> float:
-    """Returns the seconds from the first to the last line of a `run_instance.log`."""
+def harness_seconds(log: Path) -> float | None:
+    """Returns the seconds from the first to the last line of a `run_instance.log`; None if its
+    lines have no times, as agentrl's have none."""
     times = _TIME.findall(log.read_text(errors="replace"))
+    if not times:
+        return None
     first, last = (datetime.strptime(times[k], "%Y-%m-%d %H:%M:%S,%f") for k in (0, -1))
     return (last - first).total_seconds()
 
@@ -159,7 +162,8 @@ def measure(command: Sequence[str]) -> Measured:
         whole = time.monotonic() - started
         if done.returncode:
             raise ConfigError(f"{' '.join(command[:4])} failed: {done.stderr[-300:]}")
-        each = [harness_seconds(path) for path in Path(folder).rglob("run_instance.log")]
+        logs = map(harness_seconds, Path(folder).rglob("run_instance.log"))
+        each = [seconds for seconds in logs if seconds is not None]
     return each, whole, processor.used
 
 
