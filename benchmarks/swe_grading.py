@@ -11,10 +11,11 @@ Each line is an arm with medians over the rounds: seconds per grading (of the of
 its logs: creating the container to removing it), seconds of the whole call, gradings per hour, the
 ratio to the official command in the same round, and CPU seconds per grading. The gradings per hour
 of every round stand at the end of the line. CPU seconds include the command, the engine and all
-containers, and vary less with other work on the machine than the times do. A grading with its withheld run
-counts once. The two runs of a reference solution are made once per instance and process: for every
-copy in the arm `withheld`. In the arm `in training`, one process grades each instance `--copies`
-times, as it does a group of rollouts, and leaves out official runs that are not needed.
+containers, and vary less with other work on the machine than the times do. A grading with its
+withheld run counts once. The two runs of a reference solution are made once per instance and
+process: for every copy in the arm `withheld`. In the arm `in training`, one process grades each
+instance `--copies` times, as it does a group of rollouts, and leaves out official runs that are not
+needed.
 """
 
 from __future__ import annotations
