@@ -38,8 +38,8 @@ def save_adapter(folder: Path, base: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_rank_reads_its_part_of_the_whole(tmp_path):
-    """Of every parameter and buffer, on ranks that do not divide the rows evenly; and the model is
-    computed in the form that is proved on the whole. Rank 0 alone says why a model is refused."""
+    """Three ranks, which do not divide the rows evenly, read every parameter and buffer as one
+    rank does, and compute in the form that the whole is proved in. Rank 0 alone names a refusal."""
     paths = {
         name: save_tiny_model(tmp_path / name, family, **changes)
         for name, (family, changes) in FAMILIES.items()

@@ -1,4 +1,4 @@
-"""What every box does alike. Harbor's sandboxes are tried in `test_harbor_providers.py`."""
+"""Every kind of box works alike. Harbor's sandboxes are tried in `test_harbor_providers.py`."""
 
 import os
 
