@@ -40,23 +40,30 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for each in found for child in each.read_text().split()]
 
 
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def programs() -> list[int]:
     """The pools' programs that this process has started, oldest first."""
     command = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(os.getpid())}
-    return sorted(pid for pid, line in command.items() if b"worker.py" in line)
+    # by the time of their start, because numbers of processes begin again at their limit
+    return sorted(
+        (pid for pid, line in command.items() if b"worker.py" in line),
+        key=lambda pid: int(stat_of(pid)[19]),
+    )
 
 
 def is_running(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return stat_of(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
 
 
 def processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+    return int(stat_of(pid)[11]) / os.sysconf("SC_CLK_TCK")
 
 
 def comparing_process() -> int:
