@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import itertools
 import json
 import os
@@ -245,12 +244,12 @@ def _start_program(num_children: int, memory_bytes: int) -> subprocess.Popen[byt
 
 
 _POOLS: weakref.WeakSet[MathPool] = weakref.WeakSet()
+_DEFAULT = MathPool()  # made here: two threads' first checks would make two
 
 
-@functools.cache
 def default_pool() -> MathPool:
     """Returns this process's shared pool, which starts nothing before its first check."""
-    return MathPool()
+    return _DEFAULT
 
 
 def _close_all() -> None:

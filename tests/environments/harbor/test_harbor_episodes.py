@@ -190,7 +190,7 @@ def test_a_shared_verifier_has_its_own_user_and_the_next_agent_the_agents(tmp_pa
 
 
 def test_the_limits_of_a_task_hold(task_folder):
-    shared, settings = shared_for(task_folder, "mend", command_timeout_s=2)
+    shared, settings = shared_for(task_folder, "mend", command_timeout_s=5)
 
     async def episode():
         environment = HarborEnvironment(settings, shared=shared)
@@ -210,7 +210,7 @@ def test_the_limits_of_a_task_hold(task_folder):
 
     memory, slept, network, tests = asyncio.run(episode())
     assert "want of memory" in memory
-    assert "stopped after 2 seconds" in slept
+    assert "stopped after 5 seconds" in slept
     assert "lo\n" in network.replace("\\n", "\n") and "eth0" not in network
     assert "No such file" in tests
 
