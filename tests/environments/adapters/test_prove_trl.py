@@ -76,7 +76,7 @@ def test_the_script_of_the_page_is_taken_whole(tmp_path):
     path = tmp_path / "grpo.py"
     path.write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
     found = import_file(path)
-    assert found.left == []
+    assert not found.left
     assert found.keys["env.id"][0] == f"trl:{path}:Calculator"
     assert found.keys["rollout.max_turns"][0] == 3
     assert certificate(path).holds
