@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ async def check_canary(subject: Subject) -> str:
             # A made-up reference cannot occur by chance, so it can be searched for even if the
             # task's own is too short or common. Episodes with it fail in an environment that looks
             # something up by the reference; then only the task's own is tried.
-            made_up = replace(task, reference=_canary(task.reference))
+            made_up = replace(task, reference=_mapped(task.reference, _made_up))
             if _fails(await subject.play(transport, TaskSpec(inline=made_up), seed, actions)):
                 made_up = task
             for each in (task, made_up):
@@ -50,11 +51,7 @@ async def check_canary(subject: Subject) -> str:
 
 
 def _search(needles: list[str], actions: list[Action], events: list[Event], where: str) -> None:
-    """Searches for a reference in all that the agent is shown but did not say itself.
-
-    Raises:
-        CheckFailed: it was found.
-    """
+    """Searches for a reference in all that the agent is shown but did not say itself."""
     said = [
         _plain(each.text + json.dumps([call.arguments for call in each.tool_calls]))
         for each in actions
@@ -74,42 +71,44 @@ def _search(needles: list[str], actions: list[Action], events: list[Event], wher
 
 
 def _plain(text: str) -> str:
-    """Returns the text in lower case, without whitespace and separators."""
     return re.sub(r"[\s,_*`|]", "", text).casefold()
 
 
 def _fails(events: list[Event]) -> bool:
-    """Returns True if an episode, or a tool in it, raised an error."""
     last: Any = events[-1]
     return "error" in last or last.get("metrics", {}).get("tool_errors", 0.0) > 0
 
 
-def _canary(reference: JSON) -> JSON:
-    """Returns a made-up reference of the same structure, which cannot occur by chance."""
-    if isinstance(reference, bool) or reference is None:
-        return None
-    if isinstance(reference, str):
+def _leaves(value: JSON) -> list[str | int | float]:
+    """Returns the texts and numbers in a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [] if isinstance(value, bool) or value is None else [value]
+
+
+def _mapped(value: JSON, change: Callable[[Any], JSON]) -> JSON:
+    """Returns a JSON value with each text and number in it replaced by what `change` returns."""
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_mapped(each, change) for each in value]
+    return value if isinstance(value, bool) or value is None else change(value)
+
+
+def _made_up(value: str | int | float) -> JSON:
+    """Returns a value of the same type that cannot occur by chance."""
+    if isinstance(value, str):
         return "canary-7391b2f4"
-    if isinstance(reference, int):
-        return 7391246085
-    if isinstance(reference, float):
-        return 7391246085.25
-    if isinstance(reference, list):
-        return [_canary(each) for each in reference]
-    return {key: _canary(each) for key, each in reference.items()}
+    return 7391246085 if isinstance(value, int) else 7391246085.25
 
 
 def _needles(reference: JSON, prompt: object) -> list[str]:
     """Returns the texts and numbers in a reference that can be searched for: those that are too
     long to occur by chance and are not in the prompt."""
-    if isinstance(reference, dict):
-        return [needle for each in reference.values() for needle in _needles(each, prompt)]
-    if isinstance(reference, list):
-        return [needle for each in reference for needle in _needles(each, prompt)]
-    if isinstance(reference, bool) or reference is None:
-        return []
-    needle = _plain(str(reference))
-    return [needle] if len(needle) >= 8 and needle not in _plain(str(prompt)) else []
+    needles = [_plain(str(leaf)) for leaf in _leaves(reference)]
+    return [each for each in needles if len(each) >= 8 and each not in _plain(str(prompt))]
 
 
 async def check_oracle(subject: Subject) -> str:
@@ -158,14 +157,12 @@ async def check_oracle(subject: Subject) -> str:
 def _answer(reference: JSON, gold: list[Action]) -> str:
     """Returns the longest value in the reference that the oracle's actions contain, as text; empty
     if they contain none."""
-    if isinstance(reference, dict):
-        reference = list(reference.values())
-    if isinstance(reference, list):
-        return max((_answer(each, gold) for each in reference), key=len, default="")
-    if isinstance(reference, bool) or reference is None:
-        return ""
-    wrong = (_said_instead(gold, str(reference), each) for each in (_OTHER, "7", "8"))
-    return str(reference) if any(wrong) else ""
+    said = [
+        leaf
+        for leaf in map(str, _leaves(reference))
+        if any(_said_instead(gold, leaf, wrong) for wrong in (_OTHER, "7", "8"))
+    ]
+    return max(said, key=len, default="")
 
 
 _OTHER = "qzx"
@@ -173,7 +170,6 @@ _OTHER = "qzx"
 
 
 def _wrong(answer: str) -> list[str]:
-    """Returns answers that are wrong by any standard."""
     if not answer:
         return []
     try:
@@ -187,21 +183,19 @@ def _said_instead(gold: list[Action], answer: str, wrong: str) -> list[Action] |
     """Returns the actions with another answer; None if they do not contain the right one, or the
     other has no place in them, as letters have none in a number."""
 
-    def swapped(value: JSON) -> JSON:
-        if isinstance(value, dict):
-            return {key: swapped(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [swapped(each) for each in value]
+    def swapped(value: Any) -> JSON:
         if isinstance(value, str):
             return value.replace(answer, wrong)
-        is_it = not isinstance(value, bool) and str(value) == answer
-        return type(value)(float(wrong)) if is_it else value  # type: ignore[call-arg]
+        return type(value)(float(wrong)) if str(value) == answer else value
 
     try:
         actions = [
             Action(
                 each.text.replace(answer, wrong),
-                tuple(replace(call, arguments=swapped(call.arguments)) for call in each.tool_calls),
+                tuple(
+                    replace(call, arguments=_mapped(call.arguments, swapped))
+                    for call in each.tool_calls
+                ),
                 each.parse_error,
             )
             for each in gold

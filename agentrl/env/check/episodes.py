@@ -13,12 +13,10 @@ from typing import Any
 from agentrl.env.base import Environment
 from agentrl.env.check.fresh import FreshRun, fresh_runs
 from agentrl.env.check.subject import (
-    CLOSE_TIMEOUT_S,
     CheckFailed,
     CheckSkipped,
     Event,
     Subject,
-    first_event,
     is_over,
     place,
     sample_calls,
@@ -26,7 +24,6 @@ from agentrl.env.check.subject import (
     short,
 )
 from agentrl.env.tools import rewards_of
-from agentrl.env.transport import Transport
 from agentrl.images import content_text
 from agentrl.types import JSON, Action, ToolCall
 
@@ -44,7 +41,6 @@ CALLS_PER_TOOL = 5
 
 
 def _describe(action: Action) -> str:
-    """Returns a short description of an action."""
     if action.parse_error:
         return "an unreadable tool call"
     if action.tool_calls:
@@ -54,7 +50,6 @@ def _describe(action: Action) -> str:
 
 
 def _difference(before: list[Event], now: list[Event]) -> str:
-    """Describes the first difference between two episodes."""
     for number, (one, other) in enumerate(zip(before, now, strict=False)):
         for key in one:
             if one[key] != other.get(key):
@@ -105,11 +100,7 @@ async def check_episodes(subject: Subject) -> str:
 
 
 def _require_sound(event: Event, where: str) -> None:
-    """Requires an event to be no error and to have finite numbers.
-
-    Raises:
-        CheckFailed: it is not so.
-    """
+    """Requires an event to be no error and to have finite numbers."""
     if "error" in event:
         raise CheckFailed(
             f"{where}: {event['error']}: {event['detail']}",
@@ -234,11 +225,9 @@ async def check_determinism(subject: Subject) -> str:
     async with subject.transport() as transport:
 
         async def prompt(spec: Any, seed: int, opened: asyncio.Barrier | None = None) -> Any:
-            session = await subject.open(transport, spec, seed)
-            if opened is not None:
-                await opened.wait()
-            await transport.delete(session.id, CLOSE_TIMEOUT_S)
-            return session.observation
+            (event,) = await subject.play(transport, spec, seed, [], opened_too=opened)
+            _require_sound(event, place(spec))
+            return event["observation"]
 
         first = [await prompt(*case) for case in cases]
         again = [await prompt(*case) for case in cases[::-1]][::-1]
@@ -261,7 +250,6 @@ async def check_determinism(subject: Subject) -> str:
 
 
 def _compare_processes(one: FreshRun, other: FreshRun) -> None:
-    """Raises CheckFailed if tasks, or the first prompts of episodes, differ between processes."""
     pairs = [(f"task {name}", task, other.tasks[name]) for name, task in one.tasks.items()]
     for number, (before, now) in enumerate(zip(one.first, other.first, strict=True)):
         pairs.append((f"the first prompt of episode {number}", before[0], now[0]))
@@ -286,6 +274,8 @@ async def check_isolation(subject: Subject) -> str:
             await subject.play(transport, spec, seed, actions)
             for (spec, seed), actions in zip(cases, moves, strict=True)
         ]
+        for (spec, _), events in zip(cases, alone, strict=True):
+            _require_sound(events[0], place(spec))
         again = await subject.play(transport, *cases[0], moves[0])
         if again != alone[0]:
             seen = _difference(alone[0], again)
@@ -296,7 +286,13 @@ async def check_isolation(subject: Subject) -> str:
                 f"an episode played twice goes differently ({seen}), although no shared state has "
                 "changed, so the influence of other sessions cannot be told from chance"
             )
-        together = await _play_together(subject, transport, cases, moves)
+        opened = asyncio.Barrier(count)
+        together = await asyncio.gather(
+            *(
+                subject.play(transport, spec, seed, actions, opened_too=opened)
+                for (spec, seed), actions in zip(cases, moves, strict=True)
+            )
+        )
     for (spec, seed), before, now in zip(cases, alone, together, strict=True):
         if before != now:
             raise CheckFailed(
@@ -329,29 +325,6 @@ _KEEP_ON_SELF = (
 )
 
 
-async def _play_together(
-    subject: Subject, transport: Transport, cases: list[Any], moves: list[list[Action]]
-) -> list[list[Event]]:
-    """Plays all cases turn by turn, in sessions that are open at the same time."""
-    opened = await asyncio.gather(*(subject.open(transport, spec, seed) for spec, seed in cases))
-    together: list[list[Event]] = [[first_event(each)] for each in opened]
-
-    async def turn(position: int, number: int) -> None:
-        events, actions = together[position], moves[position]
-        if number < len(actions) and not is_over(events[-1]):
-            last = number + 1 == len(actions)
-            session_id = opened[position].id
-            events.append(await subject.step(transport, session_id, number, actions[number], last))
-
-    try:
-        for number in range(max(map(len, moves))):
-            await asyncio.gather(*(turn(position, number) for position in range(len(cases))))
-    finally:
-        for each in opened:
-            await transport.delete(each.id, CLOSE_TIMEOUT_S)
-    return together
-
-
 async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None:
     """Plays an episode twice and returns a message about what it changed on the class, its module
     or `self.shared`, and the remedy; None if it changed nothing."""
@@ -373,7 +346,6 @@ async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None
 
 
 def _shared_state(subject: Subject) -> dict[str, str]:
-    """Returns the state that sessions of a class share: name -> value as text."""
     owners: dict[str, Any] = {}
     for cls in subject.local().__mro__:
         if cls is Environment:

@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.env.check.episodes import NO_OP
-from agentrl.env.check.subject import (
-    CheckFailed,
-    Subject,
-    place,
-    short,
-)
+from agentrl.env.check.subject import CheckFailed, Subject, place, short
 from agentrl.env.protocol import TaskSpec
 
 MAX_BLOCK_S = 0.05
@@ -67,8 +62,6 @@ def _blocks(spec: TaskSpec, seconds: float, where: str) -> CheckFailed:
 
 
 class _Watch(threading.Thread):
-    """Measures how long the event loop was held up, and where its code was then."""
-
     def __init__(self) -> None:
         super().__init__(name="agentrl-env-worker-watch")
         self.worst = 0.0
@@ -107,7 +100,7 @@ async def check_globals(subject: Subject) -> str:
     variables, standard output and the seeds of global generators."""
     subject.local()
     folder, variables = subject.folder, subject.variables
-    printed = _Printed()
+    printed = io.StringIO()
     generators: list[Any] = [random]
     if numpy := sys.modules.get("numpy"):
         generators.append(numpy.random)
@@ -152,8 +145,8 @@ async def check_globals(subject: Subject) -> str:
             seeded,
             "draw from self.rng, which is seeded, or make a generator of your own",
         ),
-        f"prints {short(printed.text.strip(), 60)!r} on standard output": (
-            printed.text,
+        f"prints {short(printed.getvalue().strip(), 60)!r} on standard output": (
+            printed.getvalue(),
             "use the logging module: programs read a server's standard output",
         ),
         "replaces sys.stdout": (replaced, "leave it: programs read a server's standard output"),
@@ -170,16 +163,3 @@ def _state(generator: Any) -> Any:
         return random.getstate()
     kind, keys, *rest = generator.get_state()
     return (kind, [int(key) for key in keys], *rest)
-
-
-class _Printed(io.TextIOBase):
-    """Replaces standard output, and keeps the first 200 characters that are printed."""
-
-    text = ""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str, /) -> int:
-        self.text = (self.text + text)[:200]
-        return len(text)

@@ -282,12 +282,14 @@ class Subject:
         actions: list[Action] | None = None,
         *,
         truncate: bool = True,
+        opened_too: asyncio.Barrier | None = None,
     ) -> list[Event]:
         """Plays one episode in its own session, which is closed afterwards.
 
         Args:
             actions: None: `moves`.
             truncate: the last action is the agent's last turn.
+            opened_too: waited for before the first action, so that others are open by then.
 
         Returns:
             The first event and one per action; an error is the last event.
@@ -300,7 +302,10 @@ class Subject:
             opened = await self.open(transport, spec, seed)
         except EnvError as error:
             return [to_event(error)]
-        events: list[Event] = [first_event(opened)]
+        finally:
+            if opened_too is not None:
+                await opened_too.wait()
+        events: list[Event] = [{"observation": opened.observation, "tools": opened.tools}]
         try:
             for number, action in enumerate(actions):
                 last = truncate and number + 1 == len(actions)
@@ -421,11 +426,6 @@ def place(spec: TaskSpec) -> str:
 
 def tool_name(spec: Mapping[str, Any]) -> str:
     return spec["function"]["name"]
-
-
-def first_event(opened: SessionReply) -> Event:
-    """Returns the first event: what the agent is shown at the start."""
-    return {"observation": opened.observation, "tools": opened.tools}
 
 
 def to_event(reply: StepReply | EnvError) -> Event:

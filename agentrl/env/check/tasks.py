@@ -55,11 +55,7 @@ async def check_tasks(subject: Subject) -> str:
 
 async def _check_held_out(subject: Subject) -> None:
     """Checks that the tasks of a test split are not those of a training split: at the same indices,
-    or at any of the first `ENDLESS_ROWS` if the training split is finite.
-
-    Raises:
-        CheckFailed: nearly all are.
-    """
+    or at any of the first `ENDLESS_ROWS` if the training split is finite."""
     splits = subject.info.splits
     pairs = [(a, b) for a in splits for b in splits if _TRAIN.search(a) and not _TRAIN.search(b)]
     for train, test in pairs:
@@ -94,14 +90,8 @@ async def _contents(subject: Subject, split: str, count: int, deadline: float) -
 
 
 async def _read_split(subject: Subject, transport: Transport, split: str, size: int | None) -> int:
-    """Reads rows of a split until time is up: both ends first, the rest in random order.
-
-    Returns:
-        The number of rows read.
-
-    Raises:
-        CheckFailed: a row cannot be read, has an empty prompt, or has an id that occurred before.
-    """
+    """Reads rows of a split until time is up: both ends first, the rest in random order. Returns
+    their number."""
     starts = list(range(0, size or ENDLESS_ROWS, ROWS_AT_ONCE))
     middle = starts[1:-1]
     random.Random(split).shuffle(middle)
@@ -130,11 +120,7 @@ async def _read_split(subject: Subject, transport: Transport, split: str, size: 
 async def _previews(
     subject: Subject, transport: Transport, split: str, rows: range
 ) -> list[protocol.TaskPreview]:
-    """Reads rows of a split.
-
-    Raises:
-        CheckFailed: a row cannot be read; the message names it.
-    """
+    """Reads rows of a split."""
     remedy = "get(split, index) must answer for every index below the split's size"
     try:
         timeout_s = subject.call_timeout_s("reset")
@@ -220,7 +206,6 @@ def _ends_unannounced(environment: type[Environment]) -> str | None:
 
 
 def _schema_problem(schema: Any) -> str | None:
-    """Returns what is wrong with the schema of a function's parameters; None if it is right."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         return "its parameters are not an object schema"
     try:
