@@ -505,12 +505,7 @@ def _how_to_call(function: Callable[..., Any]) -> Literal["await", "quick", "thr
 
 
 def _check_definition(class_name: str, name: str, value: object) -> None:
-    """Checks an attribute that an author's class defines.
-
-    Raises:
-        ConfigError: a method cannot be called as the framework calls it, a tool or reward has the
-            name of an attribute of `Environment`, or `Config` is not a pydantic model.
-    """
+    """Checks an attribute that an author's class defines."""
     where = f"{class_name}.{name}"
     if hasattr(value, "__agentrl_tool__") or hasattr(value, "__agentrl_reward__"):
         if hasattr(Environment, name):
@@ -534,7 +529,6 @@ def _check_definition(class_name: str, name: str, value: object) -> None:
 def _check_signature(
     where: str, method: Any, as_written: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises ConfigError, which says what to write, if the method cannot be called like this."""
     signature = inspect.signature(method)
     try:
         signature.bind(*args, **kwargs)

@@ -325,7 +325,6 @@ class EnvClient:
         return session
 
     def _compare(self, request: CreateRequest, fingerprint: str) -> None:
-        """Raises ConfigError if a server has another configuration than the first one had."""
         key = request.env, protocol.encode(request.config)
         if self._fingerprints.setdefault(key, fingerprint) != fingerprint:
             raise ConfigError(
@@ -424,17 +423,13 @@ class _Patience:
             if self._unreachable_since is None:
                 self._unreachable_since = now
             patience_s = self._unreachable_s
-            if not _refused(error):  # the network may be bad, and the session alive
+            cause = error.__cause__
+            if not isinstance(getattr(cause, "os_error", cause), ConnectionRefusedError):
+                # Something listens there: the network may be bad, and the session alive.
                 patience_s = max(patience_s, SILENT_S)
             if now - self._unreachable_since > patience_s:
                 return None
         return error.retry_after_s or 0.0
-
-
-def _refused(error: EnvError) -> bool:
-    """Returns whether the connection was refused, because nothing listens at the address."""
-    cause = error.__cause__
-    return isinstance(getattr(cause, "os_error", cause), ConnectionRefusedError)
 
 
 def connect(urls: str | Sequence[str] | None = None, *, token: str | None = None) -> EnvClient:

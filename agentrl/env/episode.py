@@ -89,11 +89,7 @@ async def take_turn(environment: Environment, action: Action, *, last: bool = Fa
 
 
 def _tell(episode: Episode, observation: list[Message]) -> None:
-    """Appends an observation to the record.
-
-    Raises:
-        EnvError: the episode has shown too many images.
-    """
+    """Appends an observation to the record."""
     episode.messages += observation
     if any(not isinstance(message["content"], str) for message in observation):
         num_images = sum(count_images(message["content"]) for message in episode.messages)
@@ -145,7 +141,6 @@ def _copied(value: Any) -> Any:
 
 
 def _to_result(environment: Environment, answer: Answer) -> StepResult:
-    """Combines what `step` returned with the arguments of `finish`, if it was called."""
     episode = environment.episode
     if isinstance(answer, StepResult):
         result = StepResult(

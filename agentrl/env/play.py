@@ -37,11 +37,7 @@ class InputEnded(Exception):
 
 
 async def _ask(console: Console, question: str) -> str:
-    """Reads a line in a thread, so that the event loop can renew the session's lease meanwhile.
-
-    Raises:
-        InputEnded: there is no more input, or the line is `/quit`.
-    """
+    """Reads a line in a thread, so that the event loop can renew the session's lease meanwhile."""
     try:
         line = await asyncio.to_thread(console.input, question)
     except EOFError:

@@ -463,10 +463,8 @@ _MESSAGES = {
 
 def describe_problems(problems: Sequence[Any]) -> str:
     """Describes the first three of pydantic's errors, each with the name of its field."""
-    return "; ".join(_describe(problem) for problem in problems[:3])
-
-
-def _describe(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    message = _MESSAGES.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
+    described = []
+    for problem in problems[:3]:
+        message = _MESSAGES.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+        described.append(": ".join(filter(None, [".".join(map(str, problem["loc"])), message])))
+    return "; ".join(described)

@@ -81,7 +81,6 @@ def resolve(name: str) -> type[Environment]:
 
 
 def _first_class(file_name: str) -> str:
-    """Returns the name of the first class in a file, without importing it."""
     found = re.search(r"^class (\w+)", Path(file_name).read_text(errors="replace"), re.MULTILINE)
     return found[1] if found else "Class"
 

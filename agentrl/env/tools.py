@@ -95,7 +95,6 @@ def reward(method: Any = None, /, *, weight: float = 1.0, timeout_s: float | Non
 
 
 def _check_marked(function: object, mark: str) -> None:
-    """Raises ConfigError if `mark` was not written above a method."""
     if not inspect.isfunction(function):
         raise ConfigError(
             f"write {mark} directly above a `def` or `async def` with self, not on {function!r}"

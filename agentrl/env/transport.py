@@ -13,7 +13,7 @@ import json
 import os
 import ssl
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
 
 from agentrl.env import protocol
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import aiohttp
 
     from agentrl.env.sessions.manager import SessionManager
+
+T = TypeVar("T")
 
 CONNECT_S = 5.0
 """Seconds in which a connection must open, and a health check must be answered."""
@@ -79,24 +81,20 @@ class InProcess:
         self.manager = manager
 
     async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo:
-        info = await self.manager.info(env_id, protocol.as_json(dict(config)), timeout_s)
-        return protocol.decode(protocol.encode(info), EnvInfo)
+        return _copy(await self.manager.info(env_id, protocol.as_json(dict(config)), timeout_s))
 
     async def tasks(
         self, env_id: str, split: str, rows: range, config: Mapping[str, JSON], timeout_s: float
     ) -> list[TaskPreview]:
         config = protocol.as_json(dict(config))
         previews = await self.manager.environments.preview(env_id, split, rows, config)
-        return protocol.decode(protocol.encode(TaskList(split, previews)), TaskList).tasks
+        return _copy(TaskList(split, previews)).tasks
 
     async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply:
-        request = protocol.decode(protocol.encode(request), CreateRequest)
-        reply = await self.manager.create(request, key)
-        return protocol.decode(protocol.encode(reply), CreateReply)
+        return _copy(await self.manager.create(_copy(request), key))
 
     async def step(self, session_id: str, request: StepRequest, timeout_s: float) -> StepReply:
-        request = protocol.decode(protocol.encode(request), StepRequest)
-        return protocol.decode(await self.manager.step(session_id, request), StepReply)
+        return protocol.decode(await self.manager.step(session_id, _copy(request)), StepReply)
 
     async def renew(self, session_id: str, timeout_s: float) -> None:
         self.manager.renew(session_id, None)
@@ -106,6 +104,10 @@ class InProcess:
 
     async def aclose(self) -> None:
         await self.manager.aclose()
+
+
+def _copy(message: T) -> T:
+    return protocol.decode(protocol.encode(message), type(message))
 
 
 class Http:
@@ -176,12 +178,7 @@ class Http:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Makes a call and returns the answer as `reply`, or None if `reply` is None.
-
-        Raises:
-            EnvError: the server answered with it, or is not an agentrl server.
-            EnvUnavailable: nothing answered in time, or the connection broke.
-        """
+        """Makes a call and returns the answer as `reply`, or None if `reply` is None."""
         body = None if request is None else protocol.encode(request)
         clock = asyncio.get_running_loop().time
         deadline, wait_s = clock() + timeout_s, PATIENCE_S
@@ -227,11 +224,7 @@ class Http:
         raise protocol.from_problem(problem)
 
     async def _check_health(self) -> None:
-        """Checks that the server still answers, and so is only slow with the call.
-
-        Raises:
-            EnvUnavailable: it hangs or cannot be reached.
-        """
+        """Checks that the server still answers, and so is only slow with the call."""
         try:
             await self._send("GET", "/healthz", None, None, CONNECT_S)
         except TimeoutError as error:

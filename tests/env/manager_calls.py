@@ -1,6 +1,9 @@
 """A session manager without a server around it, for the tests of its rules."""
 
 import asyncio
+import contextlib
+import functools
+import inspect
 import time
 
 import pytest
@@ -13,21 +16,36 @@ from agentrl.errors import EnvError
 from agentrl.types import Action, ToolCall
 
 
-def run(test, **options):
-    """Run `test(manager)` and close the manager; nothing it started may be left."""
+@contextlib.asynccontextmanager
+async def managed(resolve=resolve, **options):
+    """A session manager of which nothing may be left at the end."""
+    manager = SessionManager(resolve, **{"max_wait_s": 0.02, **options})
+    try:
+        yield manager
+    finally:
+        Workshop.release.set()
+        await manager.aclose()
+        Workshop.release.clear()
+    assert manager.num_live == 0 and manager._capacity.num_waiting == 0
+    assert not manager._background.tasks
+    assert all(each.num_users == 0 for each in manager.environments._loaded.values())
 
-    async def main():
-        manager = SessionManager(resolve, **{"max_wait_s": 0.02, **options})
-        try:
-            await test(manager)
-        finally:
-            Workshop.release.set()
-            await manager.aclose()
-            Workshop.release.clear()
-        assert manager.num_live == 0 and not manager._background.tasks
-        assert all(each.num_users == 0 for each in manager.environments._loaded.values())
 
-    asyncio.run(main())
+def with_manager(*args, **options):
+    """Calls an async test with what `managed` makes as its first argument."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        async def wrapped(**fixtures):
+            async with managed(*args, **options) as manager:
+                await test(manager, **fixtures)
+
+        signature = inspect.signature(test)
+        _, *fixtures = signature.parameters.values()
+        wrapped.__signature__ = signature.replace(parameters=fixtures)
+        return wrapped
+
+    return decorate
 
 
 async def open_group(manager, request, count):

@@ -4,11 +4,10 @@ import asyncio
 import gc
 
 import pytest
-from manager_calls import call, error_of, step, until
+from manager_calls import call, error_of, managed, step, until
 
 from agentrl.env import Environment, Task, reward, tool
 from agentrl.env.protocol import CreateRequest, TaskSpec
-from agentrl.env.sessions.manager import SessionManager
 
 
 class Mine(BaseException):
@@ -88,30 +87,23 @@ async def play(manager):
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_an_author_raises_ends_only_its_session(place, error, monkeypatch):
+async def test_whatever_an_author_raises_ends_only_its_session(place, error, monkeypatch):
     monkeypatch.setattr(Raising, "where", place)
     monkeypatch.setattr(Raising, "error", error)
-
-    async def main():
-        manager = SessionManager(lambda _: Raising)
-        async with asyncio.timeout(20):
-            ordinary = isinstance(error, Exception)
-            if place == "close" or (ordinary and place in ("tool", "async_tool")):
-                await play(manager)  # a tool's ordinary error is answered to the agent
-            else:
-                expected = "grader_error" if ordinary and place == "reward" else "env_error"
-                assert (await error_of(play(manager))).code == expected
-            await until(lambda: not manager.num_live)
-            assert manager.num_hung == 0
-            Raising.where = ""
-            await play(manager)
-            await manager.aclose()
-        assert not manager._background.tasks
-
-    asyncio.run(main())
+    async with managed(lambda _: Raising) as manager, asyncio.timeout(20):
+        ordinary = isinstance(error, Exception)
+        if place == "close" or (ordinary and place in ("tool", "async_tool")):
+            await play(manager)  # a tool's ordinary error is answered to the agent
+        else:
+            expected = "grader_error" if ordinary and place == "reward" else "env_error"
+            assert (await error_of(play(manager))).code == expected
+        await until(lambda: not manager.num_live)
+        assert manager.num_hung == 0
+        Raising.where = ""
+        await play(manager)
 
 
-def test_a_step_that_ignores_its_cancellation_is_counted_until_it_ends():
+async def test_a_step_that_ignores_its_cancellation_is_counted_until_it_ends():
     reports = []
     patient = True
 
@@ -127,10 +119,8 @@ def test_a_step_that_ignores_its_cancellation_is_counted_until_it_ends():
                     continue
             return ""
 
-    async def main():
-        nonlocal patient
-        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
-        manager = SessionManager(lambda _: Wild)
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+    async with managed(lambda _: Wild) as manager:
         request = CreateRequest("wild", TaskSpec(inline=Task("t", "go")))
         (session,) = (await manager.create(request)).sessions
         error = await error_of(step(manager, session, 0, call("act"), timeout_s=0.02))
@@ -138,9 +128,5 @@ def test_a_step_that_ignores_its_cancellation_is_counted_until_it_ends():
         patient = False
         await until(lambda: not manager.num_live)
         assert manager.num_hung == 0
-        await manager.aclose()
-        assert not manager._background.tasks
-
-    asyncio.run(main())
     gc.collect()
     assert not reports  # asyncio reports an error that nobody looked at

@@ -133,25 +133,22 @@ def test_tools_errors_and_tasks_are_the_same_in_process_and_on_a_server(served):
         assert here[-1][1] == "step_conflict"
 
 
-def test_configuration_and_information(served):
-    async def main():
-        for client in (connect(), connect(served)):
-            async with client:
-                session = await client.session(
-                    "workshop", split="train", index=0, config={"greeting": "hey"}
-                )
-                result = await session.step(call("greet"), timeout_s=5)
-                assert result.observation[0]["content"] == "hey"
-                info = await client.info("workshop")
-                assert info.splits == {"train": 1000} and len(info.tools) > 5
-                info = await client.info("workshop", {"num_tasks": 9, "offer": ["add"]})
-                assert info.splits == {"train": 9} and len(info.tools) == 1
-                error = await error_of(client.info("nowhere"))
-                assert (error.code, error.exit_code) == ("not_found", 2)
-                with pytest.raises(ConfigError, match="either split and index, or a task"):
-                    await client.session("hello", split="train")
-
-    asyncio.run(main())
+async def test_configuration_and_information(served):
+    for client in (connect(), connect(served)):
+        async with client:
+            session = await client.session(
+                "workshop", split="train", index=0, config={"greeting": "hey"}
+            )
+            result = await session.step(call("greet"), timeout_s=5)
+            assert result.observation[0]["content"] == "hey"
+            info = await client.info("workshop")
+            assert info.splits == {"train": 1000} and len(info.tools) > 5
+            info = await client.info("workshop", {"num_tasks": 9, "offer": ["add"]})
+            assert info.splits == {"train": 9} and len(info.tools) == 1
+            error = await error_of(client.info("nowhere"))
+            assert (error.code, error.exit_code) == ("not_found", 2)
+            with pytest.raises(ConfigError, match="either split and index, or a task"):
+                await client.session("hello", split="train")
 
 
 @pytest.mark.parametrize(
@@ -187,44 +184,36 @@ def test_the_last_turn_is_the_same_in_process_and_on_a_server(served):
     assert here == there and here.truncated and not here.terminated and here.reward == 0.5
 
 
-def test_a_long_loading_is_waited_for_by_short_calls(served, monkeypatch):
+async def test_a_long_loading_is_waited_for_by_short_calls(served, monkeypatch):
     monkeypatch.setattr(client_module, "INFO_CALL_S", 0.1)
-
-    async def main():
-        for client in (connect(), connect(served)):
-            async with client:
-                config = {"slow_load_s": 0.5}
-                assert (await client.info("workshop", config)).splits == {"train": 1000}
-                config = {"slow_load_s": 0.6}
-                error = await error_of(client.info("workshop", config, timeout_s=0.2))
-                assert error.code == "reset_timeout"
-
-    asyncio.run(main())
+    for client in (connect(), connect(served)):
+        async with client:
+            config = {"slow_load_s": 0.5}
+            assert (await client.info("workshop", config)).splits == {"train": 1000}
+            config = {"slow_load_s": 0.6}
+            error = await error_of(client.info("workshop", config, timeout_s=0.2))
+            assert error.code == "reset_timeout"
 
 
-def test_nothing_is_shared_with_the_environment():
+async def test_nothing_is_shared_with_the_environment():
     """Changes a result and the caller's task: neither change reaches the environment."""
-
-    async def main():
-        async with connect() as client:
-            arguments = {"number": 1}
-            session = await client.session("workshop", split="train", index=0)
-            session.tools.clear()
-            session.messages.clear()
-            result = await session.step(
-                Action(tool_calls=(ToolCall("c", "add", arguments),)), timeout_s=5
-            )
-            result.observation.clear()
-            arguments["number"] = 99
-            other = await client.session("workshop", split="train", index=0)
-            assert other.tools and other.messages
-
-    asyncio.run(main())
+    async with connect() as client:
+        arguments = {"number": 1}
+        session = await client.session("workshop", split="train", index=0)
+        session.tools.clear()
+        session.messages.clear()
+        result = await session.step(
+            Action(tool_calls=(ToolCall("c", "add", arguments),)), timeout_s=5
+        )
+        result.observation.clear()
+        arguments["number"] = 99
+        other = await client.session("workshop", split="train", index=0)
+        assert other.tools and other.messages
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_tools_follow_the_task_and_the_turn(serve_environments, transport):
-    async def main(url):
+async def test_tools_follow_the_task_and_the_turn(serve_environments, transport):
+    with serve_environments(["unfolding"]) as (url, _):
         async with connect_by(transport, url) as client:
             first = await client.session("unfolding", split="train", index=0)
             second = await client.session("unfolding", split="train", index=1)
@@ -239,20 +228,16 @@ def test_tools_follow_the_task_and_the_turn(serve_environments, transport):
             assert names(first) == ["take", "look"]
             assert (await first.step(call("take"), timeout_s=5)).reward == 1.0
 
-    with serve_environments(["unfolding"]) as (url, _):
-        asyncio.run(main(url))
-
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_environment_answers_to_the_name_it_was_served_under(
+async def test_an_environment_answers_to_the_name_it_was_served_under(
     serve_environments, tmp_path, transport
 ):
     """`--env.id my_tool.env:MyTool` needs no change when `--env.url` is added to it."""
     file = make_project(f"named-{transport}", template="text", path=tmp_path)
     class_name = "".join(part.capitalize() for part in file.name.split("-"))
     served_as = f"{file / file.name.replace('-', '_') / 'env.py'}:{class_name}"
-
-    async def main(url):
+    with serve_environments([served_as, "sample_envs:Hello"]) as (url, _):
         async with connect_by(transport, url) as client:
             for name in (served_as, file.name, "sample_envs:Hello", "hello"):
                 assert (await client.info(name)).splits["train"] is None
@@ -261,23 +246,17 @@ def test_an_environment_answers_to_the_name_it_was_served_under(
                 assert session.task_id == "test/2"
                 await session.step(Action(text="3"), timeout_s=5)
 
-    with serve_environments([served_as, "sample_envs:Hello"]) as (url, _):
-        asyncio.run(main(url))
-
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_tasks_are_listed(served, transport):
-    async def main():
-        async with connect_by(transport, served) as client:
-            tasks = await client.tasks("hello", "test", 1)
-            assert [(task.index, task.prompt) for task in tasks] == [
-                (1, "What is 1 + 1?"),
-                (2, "What is 2 + 1?"),
-            ]
-            assert len(await client.tasks("workshop", "train")) == 20
-            assert (await error_of(client.tasks("hello", "nowhere"))).code == "invalid_request"
-
-    asyncio.run(main())
+async def test_tasks_are_listed(served, transport):
+    async with connect_by(transport, served) as client:
+        tasks = await client.tasks("hello", "test", 1)
+        assert [(task.index, task.prompt) for task in tasks] == [
+            (1, "What is 1 + 1?"),
+            (2, "What is 2 + 1?"),
+        ]
+        assert len(await client.tasks("workshop", "train")) == 20
+        assert (await error_of(client.tasks("hello", "nowhere"))).code == "invalid_request"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -330,8 +309,8 @@ class Proxy:
             problem = f'{{"title":"","status":{fault},"detail":"busy","code":"at_capacity",'
             problem += '"retryable":true,"retry_after_s":0.05}'
             return web.Response(text=problem, status=int(fault), headers={"Agentrl-Protocol": "1"})
-        if fault == "bad gateway":
-            return web.Response(text="<html>", status=502)
+        if fault in ("bad gateway", "something else"):
+            return web.Response(text="<html>", status=502 if fault == "bad gateway" else 200)
         if fault == "hang":
             await asyncio.sleep(60)
         headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
@@ -356,38 +335,32 @@ FAULTS = ["drop before", "drop after", "503", "429", "bad gateway", "half"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_step_that_met_a_fault_is_taken_once(served, fault):
-    async def main():
-        async with (
-            Proxy(served, ["none", fault, fault]) as proxy,
-            connect(proxy.url) as client,
-        ):
-            session = await client.session("workshop", split="train", index=0)
-            first = await session.step(call("add", number=1), timeout_s=10)
-            second = await session.step(call("add", number=1), timeout_s=10)
-            assert first.observation[0]["content"] == '{"count":1}'
-            assert second.observation[0]["content"] == '{"count":2}'
-            assert proxy.num_requests == 1 + 3 + 1
-
-    asyncio.run(main())
+async def test_a_step_that_met_a_fault_is_taken_once(served, fault):
+    async with (
+        Proxy(served, ["none", fault, fault]) as proxy,
+        connect(proxy.url) as client,
+    ):
+        session = await client.session("workshop", split="train", index=0)
+        first = await session.step(call("add", number=1), timeout_s=10)
+        second = await session.step(call("add", number=1), timeout_s=10)
+        assert first.observation[0]["content"] == '{"count":1}'
+        assert second.observation[0]["content"] == '{"count":2}'
+        assert proxy.num_requests == 1 + 3 + 1
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_create_that_met_a_fault_opens_once(serve_environments, fault):
-    async def main(url, manager):
+async def test_a_create_that_met_a_fault_opens_once(serve_environments, fault):
+    with serve_environments(["hello"]) as (url, manager):
         async with Proxy(url, [fault]) as proxy, connect(proxy.url) as client:
             await client.session("hello", split="train", index=0)
             assert manager.num_live == 1
-
-    with serve_environments(["hello"]) as (url, manager):
-        asyncio.run(main(url, manager))
 
 
 def num_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_server_that_hangs_costs_no_more_files_with_each_time_out(monkeypatch):
+async def test_a_server_that_hangs_costs_no_more_files_with_each_time_out(monkeypatch):
     """Its kernel accepts connections, and nothing is ever answered."""
     monkeypatch.setattr(client_module, "GRACE_S", 0.05)
 
@@ -396,172 +369,119 @@ def test_a_server_that_hangs_costs_no_more_files_with_each_time_out(monkeypatch)
             async with asyncio.timeout(0.02):
                 await client.session("hello", split="train", index=0)
 
-    async def main():
-        with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with connect(url) as client:
-                before = num_files()
-                most = 0
-                for _ in range(20):
-                    await asyncio.gather(*(give_up(client) for _ in range(8)))
-                    most = max(most, num_files() - before)
-                with contextlib.suppress(AssertionError):
-                    await until(lambda: num_files() - before <= 2)
-                return most, num_files() - before
-
-    most, left = asyncio.run(main())
-    assert most <= 8 * 6 and left <= 2, (most, left)  # of 160
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+        async with connect(f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
+            before = num_files()
+            most = 0
+            for _ in range(20):
+                await asyncio.gather(*(give_up(client) for _ in range(8)))
+                most = max(most, num_files() - before)
+            await until(lambda: num_files() - before <= 2)
+            assert most <= 8 * 6, most  # of 160
 
 
-def test_a_server_that_does_not_even_answer_a_health_check_is_passed_over(served, monkeypatch):
+async def test_a_server_that_answers_no_health_check_is_passed_over(served, monkeypatch):
     monkeypatch.setattr(transport_module, "PATIENCE_S", 0.1)
     monkeypatch.setattr(transport_module, "CONNECT_S", 0.3)
-
-    async def main(silent):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with connect([silent, served]) as client:
             for number in range(4):
                 await client.session("hello", split="train", index=number)
             assert [endpoint.load for endpoint in client._endpoints] == [0, 4]
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        asyncio.run(main(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+
+async def test_what_is_not_retryable_is_not_retried(served):
+    async with Proxy(served, []) as proxy, connect(proxy.url) as client:
+        session = await client.session("workshop", split="train", index=0)
+        await error_of(session.step(call("lose_grader"), timeout_s=5))
+        assert proxy.num_requests == 2
 
 
-def test_what_is_not_retryable_is_not_retried(served):
-    async def main():
-        async with Proxy(served, []) as proxy, connect(proxy.url) as client:
-            session = await client.session("workshop", split="train", index=0)
-            await error_of(session.step(call("lose_grader"), timeout_s=5))
-            assert proxy.num_requests == 2
-
-    asyncio.run(main())
-
-
-def test_the_deadline_bounds_retries_and_hanging_servers(served, monkeypatch):
+async def test_the_deadline_bounds_retries_and_hanging_servers(served, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.2)
-
-    async def main():
-        async with (
-            Proxy(served, ["none"] + ["503"] * 100) as proxy,
-            connect(proxy.url) as client,
-        ):
-            session = await client.session("workshop", split="train", index=0)
-            started = time.monotonic()
-            error = await error_of(session.step(call("add"), timeout_s=0.3))
-            assert time.monotonic() - started < 20
-            assert isinstance(error, EnvUnavailable) and error.code == "at_capacity"
-        async with (
-            Proxy(served, ["none", "hang"]) as proxy,
-            connect(proxy.url) as client,
-        ):
-            session = await client.session("workshop", split="train", index=0)
-            started = time.monotonic()
-            error = await error_of(session.step(call("add"), timeout_s=0.3))
-            assert time.monotonic() - started < 20
-            assert isinstance(error, EnvUnavailable) and "did not answer" in str(error)
-
-    asyncio.run(main())
+    async with (
+        Proxy(served, ["none"] + ["503"] * 100) as proxy,
+        connect(proxy.url) as client,
+    ):
+        session = await client.session("workshop", split="train", index=0)
+        started = time.monotonic()
+        error = await error_of(session.step(call("add"), timeout_s=0.3))
+        assert time.monotonic() - started < 20
+        assert isinstance(error, EnvUnavailable) and error.code == "at_capacity"
+    async with (
+        Proxy(served, ["none", "hang"]) as proxy,
+        connect(proxy.url) as client,
+    ):
+        session = await client.session("workshop", split="train", index=0)
+        started = time.monotonic()
+        error = await error_of(session.step(call("add"), timeout_s=0.3))
+        assert time.monotonic() - started < 20
+        assert isinstance(error, EnvUnavailable) and "did not answer" in str(error)
 
 
-def test_an_unreachable_server_is_named_with_the_remedy(monkeypatch, unused_port):
+async def test_an_unreachable_server_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setattr(client_module, "UNREACHABLE_S", 0.2)
-
-    async def main():
-        async with connect(f"http://127.0.0.1:{unused_port}") as client:
-            return await error_of(client.session("hello", split="train", index=0))
-
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        unused_port = listener.getsockname()[1]
     started = time.monotonic()
-    error = asyncio.run(main())
+    async with connect(f"http://127.0.0.1:{unused_port}") as client:
+        error = await error_of(client.session("hello", split="train", index=0))
     assert isinstance(error, EnvUnavailable) and time.monotonic() - started < 8
     assert f"127.0.0.1:{unused_port}" in str(error) and "agentrl env serve" in str(error)
     assert "Connection refused" in str(error)
 
 
-@pytest.fixture
-def unused_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def test_a_server_that_is_something_else_is_recognised():
-    async def html(request):
-        return web.Response(text="<html>hello</html>", content_type="text/html")
-
-    async def main():
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", html)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
-        async with connect(f"http://127.0.0.1:{port}") as client:
-            error = await error_of(client.info("hello"))
-        await runner.cleanup()
-        return error
-
-    assert "is not an agentrl environment server" in str(asyncio.run(main()))
+async def test_a_server_that_is_something_else_is_recognised(served):
+    async with Proxy(served, ["something else"]) as proxy, connect(proxy.url) as client:
+        error = await error_of(client.info("hello"))
+    assert "is not an agentrl environment server" in str(error)
     with pytest.raises(ConfigError, match="is not a URL"):
         connect("localhost:8700")
 
 
-def test_a_token_is_sent(serve_environments, monkeypatch):
-    async def main(url, token=None):
-        async with connect(url, token=token) as client:
-            return await client.info("hello")
-
+async def test_a_token_is_sent(serve_environments, monkeypatch):
     with serve_environments(["hello"], token="t0k") as (url, _):
-        assert asyncio.run(main(url, "t0k")).id == "hello"
-        monkeypatch.setenv("AGENTRL_ENV_TOKEN", "t0k")
-        assert asyncio.run(main(url)).id == "hello"
-        with pytest.raises(EnvError, match="Bearer") as caught:
-            asyncio.run(main(url, "wrong"))
-        assert caught.value.code == "unauthorized"
+        for token in ("t0k", None):
+            async with connect(url, token=token) as client:
+                assert (await client.info("hello")).id == "hello"
+            monkeypatch.setenv("AGENTRL_ENV_TOKEN", "t0k")
+        async with connect(url, token="wrong") as client:
+            error = await error_of(client.info("hello"))
+            assert error.code == "unauthorized" and "Bearer" in str(error)
 
 
-def test_a_full_environment_is_waited_for():
-    async def main():
-        async with connect() as client:
-            held = [await client.session("workshop", split="train", index=0) for _ in range(16)]
-            waiting = asyncio.ensure_future(client.session("workshop", split="train", index=1))
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            await held[0].close()
-            assert (await waiting).task_id == "train/1"
-            error = await error_of(
-                client.session("workshop", split="train", index=1, timeout_s=0.2)
-            )
-            assert error.code == "at_capacity"
-
-    asyncio.run(main())
+async def test_a_full_environment_is_waited_for():
+    async with connect() as client:
+        held = [await client.session("workshop", split="train", index=0) for _ in range(16)]
+        waiting = asyncio.ensure_future(client.session("workshop", split="train", index=1))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await held[0].close()
+        assert (await waiting).task_id == "train/1"
+        error = await error_of(client.session("workshop", split="train", index=1, timeout_s=0.2))
+        assert error.code == "at_capacity"
 
 
-def test_several_servers_share_the_load_and_stand_in_for_each_other(serve_environments):
-    async def main(first, second, managers):
-        async with connect(f"{first},{second}") as client:
-            sessions = [
-                await client.session("workshop", split="train", index=number) for number in range(6)
-            ]
-            assert [manager.num_live for manager in managers] == [3, 3]
-            assert (await client.info("workshop")).max_sessions == 32
-            for session in sessions:  # each goes back to the one that opened it
-                await session.step(call("add"), timeout_s=5)
-            for session in sessions:
-                await session.close()
-
-    async def failover(dead, alive, manager):
-        async with connect([dead, alive]) as client:
+async def test_several_servers_share_the_load_and_stand_in_for_each_other(serve_environments):
+    with serve_environments(["workshop"]) as (second, other):
+        with serve_environments(["workshop"]) as (first, one):
+            async with connect(f"{first},{second}") as client:
+                sessions = [
+                    await client.session("workshop", split="train", index=index)
+                    for index in range(6)
+                ]
+                assert [manager.num_live for manager in (one, other)] == [3, 3]
+                assert (await client.info("workshop")).max_sessions == 32
+                for session in sessions:  # each goes back to the one that opened it
+                    await session.step(call("add"), timeout_s=5)
+        await until(lambda: other.num_live == 0)
+        async with connect([first, second]) as client:
             started = time.monotonic()
             assert (await client.info("workshop")).max_sessions == 16
             for number in range(4):
                 await client.session("workshop", split="train", index=number)
-            assert manager.num_live == 4 and time.monotonic() - started < 8
-
-    with serve_environments(["workshop"]) as (second, other):
-        with serve_environments(["workshop"]) as (first, one):
-            asyncio.run(main(first, second, (one, other)))
-        asyncio.run(until(lambda: other.num_live == 0))
-        asyncio.run(failover(first, second, other))
+            assert other.num_live == 4 and time.monotonic() - started < 8
 
 
 @contextlib.contextmanager
@@ -577,14 +497,15 @@ def server_process(*arguments):
         process.stdout.close()
 
 
-def test_a_burst_is_shared_and_what_a_killed_server_held_starts_over(monkeypatch):
+async def test_a_burst_is_shared_and_what_a_killed_server_held_starts_over(monkeypatch):
     monkeypatch.setattr(client_module, "UNREACHABLE_S", 0.2)
 
     async def num_live(url):
         async with ClientSession() as http, http.get(f"{url}/healthz") as answer:
             return (await answer.json())["sessions"]
 
-    async def main(first, first_url, second_url):
+    hello = f"{sample_envs.__file__}:Hello"
+    with server_process(hello) as (first, first_url), server_process(hello) as (_, second_url):
         async with connect([first_url, second_url]) as client:
 
             async def start(index):
@@ -607,37 +528,22 @@ def test_a_burst_is_shared_and_what_a_killed_server_held_starts_over(monkeypatch
             assert [result.reward for _, result in results] == [1.0] * 100
             assert sum(started_over for started_over, _ in results) == counts[0]
 
-    hello = f"{sample_envs.__file__}:Hello"
-    with server_process(hello) as (first, first_url), server_process(hello) as (_, second_url):
-        asyncio.run(main(first, first_url, second_url))
 
-
-def test_servers_that_differ_are_refused(serve_environments):
-    async def main(urls):
-        async with connect(urls) as client:
+async def test_servers_that_differ_are_refused(served, serve_environments):
+    with serve_environments(["workshop"], config={"workshop": {"num_tasks": 4}}) as (other, _):
+        async with connect([served, other]) as client:
             with pytest.raises(ConfigError, match="different splits or tools for 'workshop'"):
                 await client.info("workshop")
             assert (await client.info("workshop", {"num_tasks": 3})).splits == {"train": 3}
 
-    other = {"workshop": {"num_tasks": 4}}
-    with (
-        serve_environments(["workshop"]) as (first, _),
-        serve_environments(["workshop"], config=other) as (second, _),
-    ):
-        asyncio.run(main([first, second]))
 
-
-def test_idle_sessions_are_kept_alive_by_a_living_client(served, monkeypatch):
+async def test_idle_sessions_are_kept_alive_by_a_living_client(served, monkeypatch):
     monkeypatch.setattr(client_module, "LEASE_S", 1.5)
-
-    async def main():
-        async with connect(served) as client:
-            session = await client.session("workshop", split="train", index=0)
-            await asyncio.sleep(2.5)
-            result = await session.step(call("add"), timeout_s=5)
-            assert result.observation[0]["content"] == '{"count":1}'
-
-    asyncio.run(main())
+    async with connect(served) as client:
+        session = await client.session("workshop", split="train", index=0)
+        await asyncio.sleep(2.5)
+        result = await session.step(call("add"), timeout_s=5)
+        assert result.observation[0]["content"] == '{"count":1}'
 
 
 class SlowRenewals(transport_module.InProcess):
@@ -646,18 +552,14 @@ class SlowRenewals(transport_module.InProcess):
         await super().renew(session_id, timeout_s)
 
 
-def test_many_idle_sessions_of_a_living_client_do_not_expire(monkeypatch):
+async def test_many_idle_sessions_of_a_living_client_do_not_expire(monkeypatch):
     monkeypatch.setattr(client_module, "LEASE_S", 2.0)
-
-    async def main():
-        transport = SlowRenewals(SessionManager(lambda _: Hello))
-        async with client_module.EnvClient([transport]) as client:
-            opening = (client.session("hello", split="train", index=0) for _ in range(200))
-            sessions = await asyncio.gather(*opening)
-            await asyncio.sleep(4.0)
-            assert transport.manager.num_live == len(sessions) == 200
-
-    asyncio.run(main())
+    transport = SlowRenewals(SessionManager(lambda _: Hello))
+    async with client_module.EnvClient([transport]) as client:
+        opening = (client.session("hello", split="train", index=0) for _ in range(200))
+        sessions = await asyncio.gather(*opening)
+        await asyncio.sleep(4.0)
+        assert transport.manager.num_live == len(sessions) == 200
 
 
 def test_a_dead_client_leaves_nothing_behind(serve_environments, monkeypatch):
@@ -676,8 +578,8 @@ def test_a_dead_client_leaves_nothing_behind(serve_environments, monkeypatch):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_cancelled_opening_frees_its_session(serve_environments, transport):
-    async def main(url, manager):
+async def test_a_cancelled_opening_frees_its_session(serve_environments, transport):
+    with serve_environments(["workshop"]) as (url, manager):
         async with connect_by(transport, url) as client:
             if transport == "in-process":
                 manager = client._endpoints[0].transport.manager
@@ -690,44 +592,35 @@ def test_a_cancelled_opening_frees_its_session(serve_environments, transport):
             assert opening.cancelled()
             await until(lambda: manager.num_live == 0)
 
-    with serve_environments(["workshop"]) as (url, manager):
-        asyncio.run(main(url, manager))
 
-
-def test_a_cancelled_step_does_not_keep_close_from_freeing_the_session():
-    async def main():
-        async with connect() as client:
-            manager = client._endpoints[0].transport.manager
-            session = await client.session("workshop", split="train", index=0)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await session.step(call("wait", seconds=60), timeout_s=90)
-            await session.close()
-            await session.close()
-            await until(lambda: manager.num_live == 0)
-
-    asyncio.run(main())
+async def test_a_cancelled_step_does_not_keep_close_from_freeing_the_session():
+    async with connect() as client:
+        manager = client._endpoints[0].transport.manager
+        session = await client.session("workshop", split="train", index=0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await session.step(call("wait", seconds=60), timeout_s=90)
+        await session.close()
+        await session.close()
+        await until(lambda: manager.num_live == 0)
 
 
 # By hand
 
 
-def test_make_plays_one_session_at_a_time():
-    async def main():
-        env = make("workshop", greeting="hi")
-        with pytest.raises(EnvError, match="call reset"):
-            await env.step("x")
-        prompt = await env.reset()
-        assert prompt[1]["content"].startswith("task 0 ")
-        assert (await env.call("greet")).observation[0]["content"] == "hi"
-        assert await env.reset("train", 0) == prompt
-        again = await env.reset(task=Task("t", "mine"), seed=4)
-        assert again[1]["content"].startswith("mine ")
-        assert (await env.call("submit", value=1.0)).reward == 1.5
-        await env.close()
-
+async def test_make_plays_one_session_at_a_time():
     closed = Workshop.closed
-    asyncio.run(main())
+    env = make("workshop", greeting="hi")
+    with pytest.raises(EnvError, match="call reset"):
+        await env.step("x")
+    prompt = await env.reset()
+    assert prompt[1]["content"].startswith("task 0 ")
+    assert (await env.call("greet")).observation[0]["content"] == "hi"
+    assert await env.reset("train", 0) == prompt
+    again = await env.reset(task=Task("t", "mine"), seed=4)
+    assert again[1]["content"].startswith("mine ")
+    assert (await env.call("submit", value=1.0)).reward == 1.5
+    await env.close()
     assert Workshop.closed == closed + 3
 
 
@@ -766,16 +659,12 @@ def test_make_says_what_it_takes_and_what_an_environment_without_tasks_needs():
 
 
 @pytest.mark.parametrize("scheme", ["http://no-such-host.invalid:1", "https"])
-def test_a_name_or_certificate_that_is_wrong_is_final_at_once(scheme, serve_environments):
-    async def main(url):
-        started = time.monotonic()
-        async with connect(url) as client:
-            error = await error_of(client.session("hello", split="train", index=0))
-        assert isinstance(error, EnvUnavailable) and not error.retryable
-        assert time.monotonic() - started < 5
-
-    with serve_environments(["hello"]) as (url, _):
-        asyncio.run(main(scheme if ":" in scheme else url.replace("http", scheme)))
+async def test_a_name_or_certificate_that_is_wrong_is_final_at_once(scheme, served):
+    started = time.monotonic()
+    async with connect(scheme if ":" in scheme else served.replace("http", scheme)) as client:
+        error = await error_of(client.session("hello", split="train", index=0))
+    assert isinstance(error, EnvUnavailable) and not error.retryable
+    assert time.monotonic() - started < 5
 
 
 class Sized(Hello):
@@ -786,24 +675,21 @@ class Sized(Hello):
         return {"train": self.config.size}
 
 
-def test_a_server_that_comes_back_with_another_configuration_is_noticed():
-    async def main():
-        one, other = (
-            transport_module.InProcess(
-                SessionManager(lambda _: Sized, config={Sized.id: {"size": size}})
-            )
-            for size in (3, 4)
+async def test_a_server_that_comes_back_with_another_configuration_is_noticed():
+    one, other = (
+        transport_module.InProcess(
+            SessionManager(lambda _: Sized, config={Sized.id: {"size": size}})
         )
-        async with client_module.EnvClient([one]) as client:
-            await (await client.session("sized", split="train", index=0)).close()
-            await (await client.session("sized", split="train", index=0)).close()
-            client._endpoints[0].transport = other
-            with pytest.raises(ConfigError):
-                await client.session("sized", split="train", index=0)
-            await until(lambda: not other.manager.num_live)
-        await one.aclose()
-
-    asyncio.run(main())
+        for size in (3, 4)
+    )
+    async with client_module.EnvClient([one]) as client:
+        await (await client.session("sized", split="train", index=0)).close()
+        await (await client.session("sized", split="train", index=0)).close()
+        client._endpoints[0].transport = other
+        with pytest.raises(ConfigError):
+            await client.session("sized", split="train", index=0)
+        await until(lambda: not other.manager.num_live)
+    await one.aclose()
 
 
 class Skips(transport_module.InProcess):
@@ -813,15 +699,12 @@ class Skips(transport_module.InProcess):
         return reply
 
 
-def test_an_answer_to_another_step_is_refused():
-    async def main():
-        transport = Skips(SessionManager(lambda _: Hello))
-        async with client_module.EnvClient([transport]) as client:
-            session = await client.session("hello", split="train", index=0)
-            error = await error_of(session.step(Action(text="hi"), timeout_s=5))
-            assert error.code == "env_error"
-
-    asyncio.run(main())
+async def test_an_answer_to_another_step_is_refused():
+    transport = Skips(SessionManager(lambda _: Hello))
+    async with client_module.EnvClient([transport]) as client:
+        session = await client.session("hello", split="train", index=0)
+        error = await error_of(session.step(Action(text="hi"), timeout_s=5))
+        assert error.code == "env_error"
 
 
 def test_a_program_that_forgets_to_close_its_environment_ends():

@@ -103,44 +103,37 @@ def num_left():
 
 @pytest.mark.promise
 @pytest.mark.slow
-def test_coroutines_that_ignore_their_deadline_leave_nothing_once_they_end():
-    async def main():
-        release.clear()
-        threads, descriptors = threading.active_count(), open_descriptors()
-        manager = SessionManager(lambda _: Hanging)
-        assert await play(manager, "look", ("ignore_cancel", "clean_up_for_ever")) == 20
-        assert manager.num_hung == 20 and manager.readiness() is None
-        release.set()
-        await until(lambda: manager.num_live == 0 and not manager.num_hung)
-        assert not manager._sessions and manager.readiness() is None
-        text = manager.metrics_text()
-        assert b'sessions_opened_total{env="hanging"} 400.0' in text
-        assert sum(map(float, re.findall(rb"sessions_closed_total\{.*\} (.*)", text))) == 400
-        await until(lambda: num_left() == 1)  # the one that knows the tasks
-        await manager.aclose()
-        assert len(asyncio.all_tasks()) == 1
-        # Fewer where a thread of an earlier test has ended meanwhile.
-        await until(lambda: threading.active_count() <= threads)
-        assert open_descriptors() <= descriptors
-
-    asyncio.run(main())
+async def test_coroutines_that_ignore_their_deadline_leave_nothing_once_they_end():
+    release.clear()
+    threads, descriptors = threading.active_count(), open_descriptors()
+    manager = SessionManager(lambda _: Hanging)
+    assert await play(manager, "look", ("ignore_cancel", "clean_up_for_ever")) == 20
+    assert manager.num_hung == 20 and manager.readiness() is None
+    release.set()
+    await until(lambda: manager.num_live == 0 and not manager.num_hung)
+    assert not manager._sessions and manager.readiness() is None
+    text = manager.metrics_text()
+    assert b'sessions_opened_total{env="hanging"} 400.0' in text
+    assert sum(map(float, re.findall(rb"sessions_closed_total\{.*\} (.*)", text))) == 400
+    await until(lambda: num_left() == 1)  # the one that knows the tasks
+    await manager.aclose()
+    assert len(asyncio.all_tasks()) == 1
+    # Fewer where a thread of an earlier test has ended meanwhile.
+    await until(lambda: threading.active_count() <= threads)
+    assert open_descriptors() <= descriptors
 
 
-def test_threads_that_never_return_come_back_when_they_do():
-    async def main():
-        release.clear()
-        threads = threading.active_count()
-        manager = SessionManager(lambda _: Hanging)
+async def test_threads_that_never_return_come_back_when_they_do():
+    release.clear()
+    threads = threading.active_count()
+    manager = SessionManager(lambda _: Hanging)
+    try:
         assert await play(manager, "look_in_thread", ("hang",)) == 20
         assert manager.workers.num_hung == 20
         await until(lambda: manager.num_live == 0)
         assert manager.readiness() is None
-        release.set()
-        await until(lambda: not manager.workers.num_hung)
-        await manager.aclose()
-        await until(lambda: threading.active_count() <= threads)
-
-    try:
-        asyncio.run(main())
     finally:
         release.set()
+    await until(lambda: not manager.workers.num_hung)
+    await manager.aclose()
+    await until(lambda: threading.active_count() <= threads)

@@ -1,10 +1,9 @@
 """Environments that show images: in this process and over HTTP, and what is refused."""
 
-import asyncio
 import io
 import random
 
-import aiohttp
+import httpx
 import PIL.Image
 import pytest
 
@@ -101,14 +100,16 @@ def url():
         yield url
 
 
-def test_an_episode_with_images_is_the_same_over_http(url):
-    async def main():
-        actions = [call("zoom"), call("show"), Action("whole"), Action("done")]
-        async with connect() as here, connect(url) as there:
-            return await play(here, actions), await play(there, actions)
+async def here_and_there(url, actions):
+    async with connect() as here, connect(url) as there:
+        messages = await play(here, actions)
+        assert await play(there, actions) == messages
+    return messages
 
-    here, there = asyncio.run(main())
-    assert here == there
+
+async def test_an_episode_with_images_is_the_same_over_http(url):
+    actions = [call("zoom"), call("show"), Action("whole"), Action("done")]
+    here = await here_and_there(url, actions)
     shown = [content_images(message["content"])[0].data for message in here]
     assert shown == [png(colour) for colour in ("red", "green", "blue", "white")]
     assert content_text(here[2]["content"]) == "here"
@@ -123,45 +124,29 @@ def test_an_episode_with_images_is_the_same_over_http(url):
         ("part", "a part of a message is"),
     ],
 )
-def test_a_wrong_image_fails_the_step_in_words(url, text, why):
-    async def main():
-        async with connect() as here, connect(url) as there:
-            return await play(here, [Action(text)]), await play(there, [Action(text)])
-
-    here, there = asyncio.run(main())
-    assert here == there
-    assert why in here[-1][1]
+async def test_a_wrong_image_fails_the_step_in_words(url, text, why):
+    assert why in (await here_and_there(url, [Action(text)]))[-1][1]
 
 
-def test_an_episode_shows_so_many_images_and_no_more(url):
-    async def main():
-        turns = MAX_EPISODE_IMAGES // MAX_STEP_IMAGES  # the first prompt has shown one
-        async with connect(url) as client:
-            return await play(client, [Action("sixteen")] * turns)
-
-    *seen, (code, why) = asyncio.run(main())
+async def test_an_episode_shows_so_many_images_and_no_more(url):
+    turns = MAX_EPISODE_IMAGES // MAX_STEP_IMAGES  # the first prompt has shown one
+    *seen, (code, why) = await here_and_there(url, [Action("sixteen")] * turns)
     assert len(seen) == MAX_EPISODE_IMAGES // MAX_STEP_IMAGES
     assert code == "env_error" and f"at most {MAX_EPISODE_IMAGES}" in why
 
 
 def test_each_image_crosses_the_wire_once(url):
     """A reply has what is new, and nothing of the turns before it."""
-
-    async def main():
-        sizes = []
-        async with aiohttp.ClientSession(url) as http:
-            body = {"env": "pictures", "task": {"split": "train", "index": 0}, "seed": 0}
-            async with http.post("/v1/sessions", json=body) as reply:
-                (opened,) = (await reply.json())["sessions"]
-            place = f"/v1/sessions/{opened['id']}"
-            for step in (1, 2, 3):
-                body = {"step": step - 1, "action": {"text": f"noise{step}"}}
-                async with http.post(f"{place}/step", json=body) as reply:
-                    assert reply.status == 200, await reply.text()
-                    sizes.append(len(await reply.read()))
-            await http.delete(place)
-        return sizes
-
-    sizes = asyncio.run(main())
+    sizes = []
+    with httpx.Client(base_url=url) as http:
+        body = {"env": "pictures", "task": {"split": "train", "index": 0}, "seed": 0}
+        (opened,) = http.post("/v1/sessions", json=body).json()["sessions"]
+        place = f"/v1/sessions/{opened['id']}"
+        for step in (1, 2, 3):
+            body = {"step": step - 1, "action": {"text": f"noise{step}"}}
+            reply = http.post(f"{place}/step", json=body)
+            assert reply.status_code == 200, reply.text
+            sizes.append(len(reply.content))
+        http.delete(place)
     encoded = [len(noise(step)) * 4 / 3 for step in (1, 2, 3)]
     assert all(a < b < a + 1000 for a, b in zip(encoded, sizes, strict=True)), (encoded, sizes)

@@ -1,6 +1,5 @@
 """Secrets: what a configuration, a report and an observation show of them."""
 
-import asyncio
 import json
 
 import pytest
@@ -66,14 +65,11 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch):
         load_config(Paid, {}).key.value()
 
 
-def test_an_exception_does_not_show_the_agent_or_the_caller_a_secret():
-    async def main():
-        env = make(Paid)
-        await env.reset("train", 0)
-        result = await env.call("ask")
-        assert result.observation[0]["content"].endswith("401 for key [secret]")
-        with pytest.raises(Exception, match=r"bad key \[secret\]"):
-            await env.step("crash")
-        await env.close()
-
-    asyncio.run(main())
+async def test_an_exception_does_not_show_the_agent_or_the_caller_a_secret():
+    env = make(Paid)
+    await env.reset("train", 0)
+    result = await env.call("ask")
+    assert result.observation[0]["content"].endswith("401 for key [secret]")
+    with pytest.raises(Exception, match=r"bad key \[secret\]"):
+        await env.step("crash")
+    await env.close()

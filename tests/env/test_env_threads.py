@@ -39,21 +39,18 @@ def pool():
     pool.close()
 
 
-def test_results_and_exceptions_come_back(pool):
-    async def main():
-        assert await pool.run(divmod, 7, 2) == (3, 1)
-        with pytest.raises(ZeroDivisionError):
-            await pool.run(divmod, 1, 0)
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await pool.run(next, iter(()))
-        with pytest.raises(SystemExit):
-            await pool.run(exit, 3)
-        assert await pool.run(int, "5") == 5  # the threads live on
-
-    asyncio.run(main())
+async def test_results_and_exceptions_come_back(pool):
+    assert await pool.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(divmod, 1, 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await pool.run(next, iter(()))
+    with pytest.raises(SystemExit):
+        await pool.run(exit, 3)
+    assert await pool.run(int, "5") == 5  # the threads live on
 
 
-def test_quick_calls_share_few_threads():
+async def test_quick_calls_share_few_threads():
     most, pool = 0, WorkerPool()
 
     async def one():
@@ -61,94 +58,70 @@ def test_quick_calls_share_few_threads():
         await pool.run(int)
         most = max(most, pool.num_threads)
 
-    async def main():
-        await asyncio.gather(*(one() for _ in range(1280)))
-
-    asyncio.run(main())
+    await asyncio.gather(*(one() for _ in range(1280)))
     pool.close()
     # Beside other work a call may wait long enough to be taken for one behind calls that block.
     assert most <= 128
 
 
-def test_threads_grow_with_calls_that_block_which_do_not_hold_up_others():
+async def test_threads_grow_with_calls_that_block_which_do_not_hold_up_others():
     release, pool = threading.Event(), WorkerPool()
-
-    async def main():
-        blocking = [asyncio.ensure_future(pool.run(release.wait, 60)) for _ in range(256)]
-        for _ in range(20):
-            assert await asyncio.wait_for(pool.run(int), 20) == 0
-        assert not any(call.done() for call in blocking)
-        release.set()
-        await asyncio.gather(*blocking)
-
-    asyncio.run(main())
+    blocking = [asyncio.ensure_future(pool.run(release.wait, 60)) for _ in range(256)]
+    for _ in range(20):
+        assert await asyncio.wait_for(pool.run(int), 20) == 0
+    assert not any(call.done() for call in blocking)
+    release.set()
+    await asyncio.gather(*blocking)
     assert 257 <= pool.num_threads <= 276
     pool.close()
     wait_until(lambda: pool.num_threads == 0)
 
 
-def test_idle_threads_end(monkeypatch):
+async def test_idle_threads_end(monkeypatch):
     monkeypatch.setattr(threads, "IDLE_S", 0.05)
     pool, before = WorkerPool(4), num_workers()
-
-    async def main():
+    for _ in range(2):  # others take their place
         await asyncio.gather(*(pool.run(int) for _ in range(9)))
-
-    asyncio.run(main())
-    wait_until(lambda: pool.num_threads == 0 and num_workers() <= before)
-    asyncio.run(main())  # and others take their place
+        wait_until(lambda: pool.num_threads == 0 and num_workers() <= before)
     pool.close()
 
 
-def test_a_hung_call_is_abandoned_and_its_place_taken(pool):
-    release = threading.Event()
-
-    async def main():
-        for _ in range(2):
-            await abandon(pool, release)
-        assert pool.num_hung == 2
-        # both threads hang, and the pool is as wide as before
-        barrier = threading.Barrier(2, timeout=5)
-        await asyncio.gather(pool.run(barrier.wait), pool.run(barrier.wait))
-
-    before = num_workers()
-    asyncio.run(main())
+async def test_a_hung_call_is_abandoned_and_its_place_taken(pool):
+    release, before = threading.Event(), num_workers()
+    for _ in range(2):
+        await abandon(pool, release)
+    assert pool.num_hung == 2
+    # both threads hang, and the pool is as wide as before
+    barrier = threading.Barrier(2, timeout=5)
+    await asyncio.gather(pool.run(barrier.wait), pool.run(barrier.wait))
     release.set()
     wait_until(lambda: pool.num_hung == 0)
     wait_until(lambda: num_workers() - before <= 2)  # those that came back in excess have ended
 
 
-def test_abandoned_threads_are_bounded(pool):
+async def test_abandoned_threads_are_bounded(pool):
     release = threading.Event()
-
-    async def main():
-        for _ in range(3):
-            await abandon(pool, release)
-        with pytest.raises(EnvUnavailable, match="3 calls in this process hang"):
-            await pool.run(int)
-        release.set()
-        await asyncio.to_thread(wait_until, lambda: pool.num_hung == 0)
-        assert await pool.run(int) == 0
-
-    asyncio.run(main())
+    for _ in range(3):
+        await abandon(pool, release)
+    with pytest.raises(EnvUnavailable, match="3 calls in this process hang"):
+        await pool.run(int)
+    release.set()
+    await asyncio.to_thread(wait_until, lambda: pool.num_hung == 0)
+    assert await pool.run(int) == 0
 
 
-def test_a_call_cancelled_in_the_queue_never_runs(pool, caplog):
+async def test_a_call_cancelled_in_the_queue_never_runs(pool, caplog):
     release, ran = threading.Event(), []
-
-    async def main():
-        blockers = [asyncio.ensure_future(pool.run(release.wait, 20)) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        queued = asyncio.ensure_future(pool.run(ran.append, 1))
-        await asyncio.sleep(0.01)
-        queued.cancel()
-        await asyncio.gather(queued, return_exceptions=True)
-        release.set()
-        await asyncio.gather(*blockers)
-        assert await pool.run(int) == 0
-        assert ran == [] and pool.num_hung == 0
-
-    asyncio.run(main())
+    blockers = [asyncio.ensure_future(pool.run(release.wait, 20)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    queued = asyncio.ensure_future(pool.run(ran.append, 1))
+    await asyncio.sleep(0.01)
+    queued.cancel()
+    await asyncio.gather(queued, return_exceptions=True)
+    release.set()
+    await asyncio.gather(*blockers)
+    assert await pool.run(int) == 0
+    assert ran == [] and pool.num_hung == 0
     assert "are busy" in caplog.text
 
 
@@ -170,31 +143,23 @@ def test_a_pool_serves_several_loops_and_outlives_them(pool):
         assert asyncio.run(pool.run(int)) == 0
 
 
-def test_close_cancels_calls_that_wait_for_a_thread():
+async def test_close_cancels_calls_that_wait_for_a_thread():
     release, pool = threading.Event(), WorkerPool(1)
-
-    async def main():
-        calls = [asyncio.ensure_future(pool.run(release.wait, 20)) for _ in range(2)]
+    calls = [asyncio.ensure_future(pool.run(release.wait, 20)) for _ in range(2)]
+    await asyncio.sleep(0)
+    while pool.num_waiting != 1:  # the first has its thread
         await asyncio.sleep(0)
-        while pool.num_waiting != 1:  # the first has its thread
-            await asyncio.sleep(0)
-        pool.close()
-        with pytest.raises(asyncio.CancelledError):
-            await calls[1]
-        release.set()
-        assert await calls[0]
-
-    asyncio.run(main())
+    pool.close()
+    with pytest.raises(asyncio.CancelledError):
+        await calls[1]
+    release.set()
+    assert await calls[0]
 
 
-def test_close_ends_the_threads():
+async def test_close_ends_the_threads():
     pool, before = WorkerPool(4), num_workers()
-
-    async def main():
-        await asyncio.gather(*(pool.run(time.sleep, 0.01) for _ in range(4)))
-
-    asyncio.run(main())
+    await asyncio.gather(*(pool.run(time.sleep, 0.01) for _ in range(4)))
     pool.close()
     wait_until(lambda: num_workers() <= before)
     with pytest.raises(RuntimeError, match="closed"):
-        asyncio.run(pool.run(int))
+        await pool.run(int)

@@ -524,23 +524,17 @@ def archive_of(
         yield archive
 
 
-class _Chunks(io.RawIOBase):
+class _Chunks:
     """Presents an iterator of bytes as a file."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""
 
-    def read(self, size: int = -1) -> bytes:
-        parts, length = [self._rest], len(self._rest)
-        while size < 0 or length < size:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            parts.append(chunk)
-            length += len(chunk)
-        whole = b"".join(parts)
-        taken, self._rest = (whole, b"") if size < 0 else (whole[:size], whole[size:])
+    def read(self, size: int) -> bytes:
+        while len(self._rest) < size and (chunk := next(self._chunks, None)) is not None:
+            self._rest += chunk
+        taken, self._rest = self._rest[:size], self._rest[size:]
         return taken
 
 

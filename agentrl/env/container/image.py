@@ -144,13 +144,8 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[
 
 
 def _requirement(name: str, added: Path, wheels: list[Path], extra: str = "") -> str:
-    """Returns the argument for pip in the image that installs a distribution installed here.
-
-    Its wheel, if it needs one, is put into the folder `added`.
-
-    Raises:
-        ConfigError: a wheel cannot be read or made.
-    """
+    """Returns the argument for pip in the image that installs a distribution installed here; a
+    wheel of it, if it needs one, is put into the folder `added`."""
     extras = f"[{extra}]" if extra else ""
     distribution = importlib.metadata.distribution(name)
     prefix = f"{re.sub(r'[-_.]+', '_', name).lower()}-"

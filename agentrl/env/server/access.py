@@ -104,11 +104,7 @@ def names_loopback(host: str) -> bool:
 
 
 def _check_version(path: str, spoken: str) -> None:
-    """Refuses a request unless one of the versions that its client speaks is spoken here.
-
-    Args:
-        spoken: the header's value, versions separated by commas.
-    """
+    """Refuses a request unless one of the versions that its client speaks is spoken here."""
     versions = [version.strip() for version in spoken.split(",")]
     if protocol.PROTOCOL_VERSION not in versions and path not in VERSIONLESS_PATHS:
         raise make_error(

@@ -68,12 +68,7 @@ class Gate:
                 raise  # a bug in the server: the HTTP server logs its traceback
 
     async def _read(self, announced: int | None, receive: Receive) -> bytes:
-        """Reads the request's body.
-
-        Raises:
-            EnvError: `payload_too_large`; `request_timeout`: it did not arrive in time, or the
-                client disconnected.
-        """
+        """Reads the request's body."""
         limit = self._max_body_bytes
         too_large = f"the body is larger than the {limit} bytes that this server accepts"
         if announced is not None and announced > limit:
@@ -114,7 +109,6 @@ class Reply(Response):
 
 
 def _answer_to(scope: Scope, error: Exception) -> Reply:
-    """Returns the answer to a request that raised: problem details."""
     if isinstance(error, EnvError):
         return problem(error)
     if isinstance(error, RequestValidationError):

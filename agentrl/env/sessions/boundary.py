@@ -22,6 +22,9 @@ logger = logging.getLogger("agentrl.env")
 
 T = TypeVar("T")
 
+CLOSE_TIMEOUT_S = 30.0
+"""Time limit of an environment's `close` and of its `close_shared`."""
+
 
 def to_env_error(error: BaseException, env_id: str, task: Task | None = None) -> EnvError:
     """Converts an exception from an author's code into an EnvError.
@@ -106,6 +109,16 @@ class Background:
                 raise cancelled_itself(env_id) from None
             self.stop(running)
             raise
+
+    async def close(self, closing: Awaitable[Any], what: str, env_id: str) -> None:
+        """Runs an author's `close` or `close_shared`; a failure of it is only logged."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.call(closing, env_id)
+        except TimeoutError:
+            logger.warning("%s of '%s' ran out of time", what, env_id)
+        except EnvError as error:
+            logger.warning("%s", error)
 
     def stop(self, task: asyncio.Task[Any]) -> None:
         """Cancels a task. One that ignores it counts as hung until it ends."""

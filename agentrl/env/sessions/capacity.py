@@ -7,6 +7,7 @@ session waits: in order of arrival, for a limited time, in a queue of limited le
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,7 +46,7 @@ class Capacity:
         self._max_sessions = max_sessions
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
-        self._process = None if max_sessions is None else asyncio.Semaphore(max_sessions)
+        self._process = asyncio.Semaphore(sys.maxsize if max_sessions is None else max_sessions)
         self._environments: dict[str, asyncio.Semaphore] = {}
         self._resets: dict[str, asyncio.Semaphore] = {}
 
@@ -75,7 +76,15 @@ class Capacity:
         self.num_waiting += 1
         try:
             async with asyncio.timeout(wait_s):
-                await self._take(environment)
+                own = self._environments.setdefault(
+                    environment.id, asyncio.Semaphore(environment.max_sessions)
+                )
+                await own.acquire()
+                try:
+                    await self._process.acquire()
+                except BaseException:
+                    own.release()
+                    raise
         except TimeoutError:
             raise self._full(environment, f"none became free in {wait_s:g} s") from None
         finally:
@@ -85,25 +94,11 @@ class Capacity:
             self.release(environment)
             raise draining()
 
-    async def _take(self, environment: type[Environment]) -> None:
-        own = self._environments.get(environment.id)
-        if own is None:
-            own = self._environments[environment.id] = asyncio.Semaphore(environment.max_sessions)
-        await own.acquire()
-        if self._process is None:
-            return
-        try:
-            await self._process.acquire()
-        except BaseException:
-            own.release()
-            raise
-
     def release(self, environment: type[Environment]) -> None:
         """Gives back the capacity of one session."""
         self.live[environment.id] -= 1
         self._environments[environment.id].release()
-        if self._process is not None:
-            self._process.release()
+        self._process.release()
 
     @asynccontextmanager
     async def resetting(self, environment: type[Environment], wait_s: float) -> AsyncIterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,14 +18,10 @@ from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Task, ToolSpec
 
-logger = logging.getLogger("agentrl.env")
-
 MAX_LOADED = 64
 """Configurations kept loaded. Beyond that, the one that was not used for longest is dropped."""
 MAX_TASKS = 64
 """Tasks kept per configuration, for the other members of their groups."""
-CLOSE_TIMEOUT_S = 30.0
-"""Time limit of an environment's `close` and of its `close_shared`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -299,11 +294,4 @@ class LoadedEnvironments:
             self._background.spawn(self._close(self._loaded.pop(key)))
 
     async def _close(self, loaded: LoadedEnvironment) -> None:
-        env_id = loaded.environment.id
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._background.call(loaded.close(), env_id)
-        except TimeoutError:
-            logger.warning("close_shared() of '%s' ran out of time", env_id)
-        except EnvError as error:
-            logger.warning("%s", error)
+        await self._background.close(loaded.close(), "close_shared()", loaded.environment.id)

@@ -24,7 +24,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from pydantic_core import from_json
 
@@ -42,9 +41,9 @@ from agentrl.env.protocol import (
     encode,
     make_error,
 )
-from agentrl.env.sessions.boundary import Background, cancelled_itself, guard
+from agentrl.env.sessions.boundary import CLOSE_TIMEOUT_S, Background, cancelled_itself, guard
 from agentrl.env.sessions.capacity import MAX_WAIT_S, Capacity, draining
-from agentrl.env.sessions.loaded import CLOSE_TIMEOUT_S, LoadedEnvironments
+from agentrl.env.sessions.loaded import LoadedEnvironments
 from agentrl.env.sessions.metrics import Metrics
 from agentrl.env.sessions.session import Session, Step, episode_record, start, take_turn
 from agentrl.env.threads import MAX_THREADS, WorkerPool
@@ -55,19 +54,13 @@ logger = logging.getLogger("agentrl.env")
 
 DEFAULT_LEASE_S = 300.0
 """Lease of a session whose creation names none."""
+REAP_S = 0.1
+"""Seconds between two searches for sessions whose lease has ended."""
 MAX_TIMEOUT_S = 6 * 3600.0
 """Longest time limit of a creation or step; a larger one in a request is lowered to this."""
 MAX_CLOSED_IDS = 16_384
 """How many ids, and how many idempotency keys, of closed sessions are remembered. They make a late
 call on one get `session_expired`, and keep a late creation from opening a second session."""
-
-
-@dataclass(slots=True, eq=False)
-class _Creation:
-    """A request for a session, and the task that opens it."""
-
-    request: CreateRequest
-    task: asyncio.Task[CreateReply]
 
 
 class SessionManager:
@@ -103,10 +96,16 @@ class SessionManager:
             resolve, config or {}, self.workers, self._background
         )
         self._capacity = Capacity(max_sessions, max_wait_s)
-        self._watch()
+        watch = self.metrics.watch
+        capacity, workers = self._capacity, self.workers
+        watch("creations_waiting", "Creations waiting for capacity.", lambda: capacity.num_waiting)
+        watch("threads", "Worker threads, hung ones included.", lambda: workers.num_threads)
+        watch("hung_calls", "Calls past their deadline that still run.", lambda: self.num_hung)
+        watch("calls_waiting", "Calls that wait for a thread.", lambda: workers.num_waiting)
         self._sessions: dict[str, Session] = {}
         self._closed_ids: OrderedDict[str, str] = OrderedDict()
-        self._creations: dict[str, _Creation] = {}
+        self._creations: dict[str | None, tuple[CreateRequest, asyncio.Task[CreateReply]]] = {}
+        """Idempotency-Key -> the request for a session, and the task that opens it."""
         self._closed_keys: OrderedDict[str, str] = OrderedDict()
         self._reaper: asyncio.Task[None] | None = None
 
@@ -119,14 +118,6 @@ class SessionManager:
     def num_hung(self) -> int:
         """Calls past their deadline that still run: threads, and coroutines that ignore it."""
         return self.workers.num_hung + len(self._background.stopped)
-
-    def _watch(self) -> None:
-        capacity, workers = self._capacity, self.workers
-        watch = self.metrics.watch
-        watch("creations_waiting", "Creations waiting for capacity.", lambda: capacity.num_waiting)
-        watch("threads", "Worker threads, hung ones included.", lambda: workers.num_threads)
-        watch("hung_calls", "Calls past their deadline that still run.", lambda: self.num_hung)
-        watch("calls_waiting", "Calls that wait for a thread.", lambda: workers.num_waiting)
 
     def metrics_text(self) -> bytes:
         """Returns the current metrics in Prometheus' text format."""
@@ -174,27 +165,28 @@ class SessionManager:
 
         Raises:
             EnvError: `session_expired` or `idempotency_conflict`: the key was used before;
-                `draining`; or as `_open` does.
+                `draining` or `at_capacity`; `invalid_request`; or the environment failed or took
+                too long.
         """
         if key is not None and key in self._closed_keys:
             raise make_error(
                 "session_expired",
                 f"this Idempotency-Key's session has {self._closed_keys[key]}; use a fresh key",
             )
-        creation = None if key is None else self._creations.get(key)
-        if creation is None:
-            creation = _Creation(request, self._background.spawn(self._create(request, key)))
+        earlier, opening = self._creations.get(key, (request, None))  # of None there is none
+        if opening is None:
+            opening = self._background.spawn(self._create(request, key))
             if key is not None:
-                self._creations[key] = creation
-                creation.task.add_done_callback(lambda task: self._forget_failed(key, task))
-        elif creation.request != request:
+                self._creations[key] = request, opening
+                opening.add_done_callback(lambda task: self._forget_failed(key, task))
+        elif earlier != request:
             raise make_error(
                 "idempotency_conflict",
                 "this Idempotency-Key was already used for a different request; use a fresh key",
             )
         else:
             self.metrics.replayed.inc()
-        return await asyncio.shield(creation.task)
+        return await asyncio.shield(opening)
 
     def _forget_failed(self, key: str, task: asyncio.Task[CreateReply]) -> None:
         if task.cancelled() or task.exception() is not None:  # it opened nothing
@@ -229,12 +221,7 @@ class SessionManager:
         )
 
     async def _open(self, request: CreateRequest, key: str | None) -> Session:
-        """Makes a session and resets it.
-
-        Raises:
-            EnvError: there is no capacity, the request is wrong, or the environment failed or took
-                too long.
-        """
+        """Makes a session and resets it."""
         environment = self.environments.find(request.env)
         timeout_s = min(request.timeout_s or environment.reset_timeout_s, MAX_TIMEOUT_S)
         clock = asyncio.get_running_loop().time
@@ -393,11 +380,7 @@ class SessionManager:
             raise make_error("not_found", "there is no such session")
 
     def _session(self, session_id: str) -> Session:
-        """Returns a session and renews its lease.
-
-        Raises:
-            EnvError: `session_expired` or `not_found`.
-        """
+        """Returns a session and renews its lease."""
         session = self._sessions.get(session_id)
         now = asyncio.get_running_loop().time()
         if session is not None and (session.expires > now or session.busy):
@@ -414,19 +397,13 @@ class SessionManager:
         return time.time() + session.expires - asyncio.get_running_loop().time()
 
     async def _reap(self) -> None:
+        """Closes sessions whose lease has ended."""
         while True:
-            await asyncio.sleep(self._close_expired())
-
-    def _close_expired(self) -> float:
-        """Closes sessions whose lease has ended, and returns the seconds until the next may end."""
-        now = asyncio.get_running_loop().time()
-        next_end = now + 1.0
-        for session in [each for each in self._sessions.values() if not each.busy]:
-            if session.expires <= now:
-                self._forget(session, "expired")
-            else:
-                next_end = min(next_end, session.expires)
-        return max(next_end - now, 0.01)
+            await asyncio.sleep(REAP_S)
+            now = asyncio.get_running_loop().time()
+            for session in list(self._sessions.values()):
+                if session.expires <= now and not session.busy:
+                    self._forget(session, "expired")
 
     def _forget(self, session: Session, how: str) -> None:
         """Closes a session and remembers only its id and idempotency key."""
@@ -454,17 +431,12 @@ class SessionManager:
         self._background.spawn(self._close(session))
 
     async def _close(self, session: Session) -> None:
-        env_id = session.environment.id
         try:
             if session.calling is not None:
                 await asyncio.wait((session.calling,), timeout=CLOSE_TIMEOUT_S)
             if (instance := session.instance) is not None:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self._background.call(instance.call(instance.close), env_id)
-        except TimeoutError:
-            logger.warning("close() of '%s' ran out of time", env_id)
-        except EnvError as error:
-            logger.warning("%s", error)
+                closing = instance.call(instance.close)
+                await self._background.close(closing, "close()", session.environment.id)
         finally:
             session.loaded.num_users -= 1
             self._capacity.release(session.environment)

@@ -28,7 +28,7 @@ class Step:
     outcome: bytes | EnvError | None = None
     """The encoded reply, or the error; None while the step runs."""
     task: asyncio.Task[None] = field(init=False)
-    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self) -> bytes:
         """Waits for the step and returns its encoded reply.
@@ -38,10 +38,7 @@ class Step:
         Raises:
             EnvError: the step failed.
         """
-        if self.outcome is None:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        await self._ended.wait()
         assert self.outcome is not None
         if isinstance(self.outcome, EnvError):
             raise self.outcome.with_traceback(None)  # it would grow each time it is raised
@@ -50,9 +47,7 @@ class Step:
     def settle(self, outcome: bytes | EnvError) -> None:
         """Sets the outcome and wakes the waiting callers."""
         self.outcome = outcome
-        for waiter in self._waiters:
-            if not waiter.done():  # a cancelled caller's waiter is done
-                waiter.set_result(None)
+        self._ended.set()
 
 
 @dataclass(slots=True, eq=False)
