@@ -1,8 +1,10 @@
-"""Environment servers on loopback ports, in threads of the test's process."""
+"""Environment servers on loopback ports, in threads of the test's process or in their own."""
 
 import asyncio
 import concurrent.futures
 import contextlib
+import subprocess
+import sys
 import threading
 
 from agentrl import runtime
@@ -40,3 +42,13 @@ def running(environments, **options):
         loop.call_soon_threadsafe(stop.set)
         thread.join(30)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def in_process_of_its_own(*arguments):
+    """Runs a Python program whose first line ends with a URL; yields the process and the URL."""
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            yield run, run.stdout.readline().split()[-1]
+        finally:
+            run.kill()

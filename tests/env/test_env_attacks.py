@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from env_servers import in_process_of_its_own
 
 MAX_GROWTH_MB = 64
 LARGE_BODIES_MB = 64
@@ -33,16 +34,13 @@ def process():
     """The attackers hold thousands of connections, and so does the server, which inherits this."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    command = [sys.executable, str(Path(__file__).with_name("fuzz_server.py")), "", str(TIMEOUT_S)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.url = process.stdout.readline().strip()
-        try:
+    program = str(Path(__file__).with_name("fuzz_server.py"))
+    try:
+        with in_process_of_its_own(program, "", str(TIMEOUT_S)) as (process, process.url):
             yield process
             assert process.poll() is None, "the server died"
-        finally:
-            process.kill()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The client: the same episode in-process and over HTTP, and what it does when things go wrong."""
 
 import asyncio
-import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import time
 import pytest
 import sample_envs
 from aiohttp import ClientSession, web
+from env_servers import in_process_of_its_own
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manager_calls import call, error_of, until
@@ -484,19 +484,6 @@ async def test_several_servers_share_the_load_and_stand_in_for_each_other(serve_
             assert other.num_live == 4 and time.monotonic() - started < 8
 
 
-@contextlib.contextmanager
-def server_process(*arguments):
-    """A real `agentrl env serve` on a free port; yields the process and its URL."""
-    command = [sys.executable, "-m", "agentrl", "env", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process, process.stdout.readline().split()[-1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 async def test_a_burst_is_shared_and_what_a_killed_server_held_starts_over(monkeypatch):
     monkeypatch.setattr(client_module, "UNREACHABLE_S", 0.2)
 
@@ -504,8 +491,11 @@ async def test_a_burst_is_shared_and_what_a_killed_server_held_starts_over(monke
         async with ClientSession() as http, http.get(f"{url}/healthz") as answer:
             return (await answer.json())["sessions"]
 
-    hello = f"{sample_envs.__file__}:Hello"
-    with server_process(hello) as (first, first_url), server_process(hello) as (_, second_url):
+    serve = ("-m", "agentrl", "env", "serve", f"{sample_envs.__file__}:Hello", "--port", "0")
+    with (
+        in_process_of_its_own(*serve) as (first, first_url),
+        in_process_of_its_own(*serve) as (_, second_url),
+    ):
         async with connect([first_url, second_url]) as client:
 
             async def start(index):

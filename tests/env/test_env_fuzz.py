@@ -3,14 +3,13 @@
 What must never happen: a 5xx, an answer that the document does not declare, no answer at all.
 """
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
 import schemathesis
+from env_servers import in_process_of_its_own
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
@@ -43,16 +42,11 @@ QUIET = {
 
 @pytest.fixture(scope="module")
 def server():
-    """URL of the process, which must end as it should at the end."""
-    command = [sys.executable, str(Path(__file__).with_name("fuzz_server.py")), TOKEN]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
+    """URL of the process, which must live to the end."""
+    program = str(Path(__file__).with_name("fuzz_server.py"))
+    with in_process_of_its_own(program, TOKEN) as (process, url):
+        yield url
         assert process.poll() is None, "the server died"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")

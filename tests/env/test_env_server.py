@@ -125,18 +125,6 @@ def test_what_is_listed_follows_the_configuration_in_the_query(http):
     problem(http.get("/v1/envs/workshop?timeout_s=-1"), 422, "invalid_request")
 
 
-def test_the_last_turn_over_http(http):
-    session = open_session(http)
-    url = f"/v1/sessions/{session['id']}/step"
-    body = {"step": 0, "action": call("add"), "last": True}
-    reply = http.post(url, json=body).json()
-    assert reply["truncated"] and not reply["terminated"] and reply["reward"] == 0.5
-    assert reply["reward_components"] == {"turns": 1.0, "is_grading_fine": 1.0}
-    assert http.post(url, json=body).json() == reply | {"replayed": True}
-    problem(http.post(url, json=body | {"last": False}), 409, "step_conflict")
-    problem(http.post(url, json=body | {"last": "yes"}), 422, "invalid_request")
-
-
 def test_the_schema_describes_every_call(http):
     document = http.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
@@ -152,17 +140,6 @@ def test_the_schema_describes_every_call(http):
     assert described == served
     assert not {"HTTPValidationError", "ValidationError"} & set(schemas)
     assert "/openapi.json" in http.get("/docs").text
-
-
-def test_a_repeated_create_opens_once(http):
-    body = {"env": "workshop", "task": {"split": "train", "index": 0}}
-    headers = {"Idempotency-Key": "k1"}
-    first, second = (http.post("/v1/sessions", json=body, headers=headers) for _ in range(2))
-    assert first.json() == second.json() and len(first.json()["sessions"]) == 1
-    other = http.post("/v1/sessions", json=body | {"seed": 1}, headers=headers)
-    problem(other, 409, "idempotency_conflict")
-    for session in first.json()["sessions"]:
-        http.delete(f"/v1/sessions/{session['id']}")
 
 
 def test_problems_carry_the_code_and_whether_to_retry(http):
@@ -310,12 +287,6 @@ def test_a_port_in_use_is_one_line():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: .*in use; choose another"):
             serve(make_app(["hello"]), port=port)
-
-
-def test_two_environments_with_one_id_are_refused():
-    twin = type("Twin", (sample_envs.Hello,), {"id": "hello"})
-    with pytest.raises(ConfigError, match="two environments have the id 'hello'"):
-        make_app(["hello", twin])
 
 
 def test_the_gym_aliases_play_an_episode(http):

@@ -146,13 +146,6 @@ async def test_capacity_counts_live_environments_only(manager):
 
 
 @with_manager()
-async def test_an_environment_has_its_own_limit(manager):
-    await open_group(manager, create(), 16)
-    assert (await error_of(manager.create(create()))).code == "at_capacity"
-    await manager.create(create("hello"))  # another environment's capacity is its own
-
-
-@with_manager()
 async def test_a_repeated_create_opens_once(manager):
     request = create()
     first, second = await asyncio.gather(
@@ -218,6 +211,8 @@ async def test_a_last_turn_that_ends_the_episode_by_itself_is_not_truncated(mana
     session = await open_one(manager)
     reply = await step(manager, session, 0, call("submit", value=1), last=True)
     assert (reply.terminated, reply.truncated, reply.reward) == (True, False, 1.5)
+    error = await error_of(step(manager, session, 0, call("submit", value=1)))
+    assert error.code == "step_conflict"
 
 
 @with_manager()

@@ -39,27 +39,35 @@ def children(process):
     return found
 
 
-def start(first, *options, workers=2, environment=ENVIRONMENT, **environ):
+def start(first, *options, workers=2, environment=ENVIRONMENT, err=subprocess.PIPE, **environ):
     command = [sys.executable, "-m", "agentrl", "env", "serve", environment]
     return subprocess.Popen(
         [*command, "--workers", str(workers), "--port", str(first), *options],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=err,
         text=True,
         env={**os.environ, **environ},
     )
 
 
-@pytest.fixture
-def fleet():
-    process = start(free_ports(2), "--max-sessions", "3", AGENTRL_ENV_TOKEN="t0k")
+@contextlib.contextmanager
+def serving(*args, **options):
+    """Yields the process, what it says before its URLs, and the URLs."""
+    process = start(*args, **options)
     try:
-        says, _, urls = process.stdout.readline().strip().rpartition(" at ")
-        assert says == "serving hello"
-        yield process, urls.split(",")
+        serves = next(line for line in process.stdout if line.startswith("serving"))
+        says, _, urls = serves.strip().rpartition(" at ")
+        yield process, says, urls.split(",")
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
+
+
+@pytest.fixture
+def fleet():
+    with serving(free_ports(2), "--max-sessions", "3", AGENTRL_ENV_TOKEN="t0k") as (process, *says):
+        assert says[0] == "serving hello"
+        yield process, says[1]
 
 
 def call(url, path, body=None):
@@ -132,9 +140,7 @@ class Bad(Environment):
 def test_one_server_that_dies_or_hangs_is_started_again(name, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
     environment = f"{tmp_path / 'bad.py'}:Bad"
-    process = start(0, workers=1, environment=environment)
-    try:
-        url = process.stdout.readline().strip().rpartition(" at ")[2]
+    with serving(0, workers=1, environment=environment) as (process, _, (url,)):
         (pid,) = children(process).values()
         reset = {"env": "Bad", "split": "train", "index": 0}
         session = httpx.post(f"{url}/reset", json=reset).json()["session"]
@@ -148,9 +154,6 @@ def test_one_server_that_dies_or_hangs_is_started_again(name, tmp_path):
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 assert not entry.read_bytes().endswith(b"# left behind\0")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -178,19 +181,12 @@ def test_an_environment_that_prints_much_does_not_stop_its_server(tmp_path):
         "        print('x' * 200_000)\n"  # more than a pipe holds
         "        return Task('0', 'What?')\n"
     )
-    command = [sys.executable, "-m", "agentrl", "env", "serve", f"{file}:Loud", "--workers", "2"]
-    with open(tmp_path / "err", "wb") as err:
-        process = subprocess.Popen(
-            [*command, "--port", str(free_ports(2))], stdout=subprocess.PIPE, stderr=err, text=True
-        )
-    try:
-        serves = next(line for line in process.stdout if line.startswith("serving"))
-        url = serves.strip().rpartition(" at ")[2].split(",")[0]
+    with (
+        open(tmp_path / "err", "wb") as err,
+        serving(free_ports(2), environment=f"{file}:Loud", err=err) as (_, _, urls),
+    ):
         body = {"env": "Loud", "task": {"split": "train", "index": 0}}
-        assert httpx.post(url + "/v1/sessions", json=body, timeout=60).status_code == 201
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        assert httpx.post(urls[0] + "/v1/sessions", json=body, timeout=60).status_code == 201
     assert "x" * 200_000 in (tmp_path / "err").read_text()
 
 

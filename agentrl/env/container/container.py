@@ -16,6 +16,7 @@ import contextlib
 import io
 import posixpath
 import re
+import sys
 import tarfile
 import threading
 import time
@@ -524,14 +525,14 @@ def archive_of(
         yield archive
 
 
-class _Chunks:
+class _Chunks(io.RawIOBase):
     """Presents an iterator of bytes as a file."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = sys.maxsize) -> bytes:
         while len(self._rest) < size and (chunk := next(self._chunks, None)) is not None:
             self._rest += chunk
         taken, self._rest = self._rest[:size], self._rest[size:]

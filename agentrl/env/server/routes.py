@@ -16,25 +16,6 @@ from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
 from agentrl.env import protocol
-from agentrl.env.protocol import (
-    CreateReply,
-    CreateRequest,
-    EnvInfo,
-    EnvList,
-    GymReply,
-    GymReset,
-    GymStep,
-    Health,
-    Problem,
-    RenewRequest,
-    ServerInfo,
-    SessionStatus,
-    StepReply,
-    StepRequest,
-    TaskList,
-    TaskSpec,
-    make_error,
-)
 from agentrl.env.server.gate import Reply
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.types import Action
@@ -60,7 +41,9 @@ class Call(APIRoute):
         body = (await receive())["body"]  # the whole body, which `Gate` has read
         headers = dict(scope["headers"])
         if body and not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
-            raise make_error("invalid_request", "send the body as Content-Type: application/json")
+            raise protocol.make_error(
+                "invalid_request", "send the body as Content-Type: application/json"
+            )
         values = scope["path_params"]
         if self._has_key and b"idempotency-key" in headers:
             values["idempotency_key"] = headers[b"idempotency-key"].decode("latin-1")
@@ -72,7 +55,7 @@ class Call(APIRoute):
 
 _PROBLEM: dict[str, Any] = {
     "description": "problem details",
-    "content": {protocol.PROBLEM_TYPE: {"schema": TypeAdapter(Problem).json_schema()}},
+    "content": {protocol.PROBLEM_TYPE: {"schema": TypeAdapter(protocol.Problem).json_schema()}},
 }
 router = APIRouter(responses={"4XX": _PROBLEM, "5XX": _PROBLEM}, route_class=Call)
 
@@ -95,15 +78,15 @@ Manager = Annotated[SessionManager, Depends(_manager)]
 # Sessions
 
 
-@router.post("/v1/sessions/{session_id}/step", response_model=StepReply)
-async def step(session_id: str, request: StepRequest, manager: Manager) -> Response:
+@router.post("/v1/sessions/{session_id}/step", response_model=protocol.StepReply)
+async def step(session_id: str, request: protocol.StepRequest, manager: Manager) -> Response:
     """Take one step, exactly once."""
     return Reply(await manager.step(session_id, request))
 
 
-@router.post("/v1/sessions", status_code=201, response_model=CreateReply)
+@router.post("/v1/sessions", status_code=201, response_model=protocol.CreateReply)
 async def create(
-    request: CreateRequest,
+    request: protocol.CreateRequest,
     manager: Manager,
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> Response:
@@ -111,7 +94,7 @@ async def create(
     return _reply(await manager.create(request, idempotency_key), 201)
 
 
-@router.get("/v1/sessions/{session_id}", response_model=SessionStatus)
+@router.get("/v1/sessions/{session_id}", response_model=protocol.SessionStatus)
 async def status(session_id: str, manager: Manager) -> Response:
     """Return the step and the state of a session."""
     return _reply(manager.status(session_id))
@@ -124,8 +107,8 @@ async def delete(session_id: str, manager: Manager) -> Response:
     return Reply(status=204)
 
 
-@router.post("/v1/sessions/{session_id}/renew", response_model=SessionStatus)
-async def renew(session_id: str, manager: Manager, request: RenewRequest) -> Response:
+@router.post("/v1/sessions/{session_id}/renew", response_model=protocol.SessionStatus)
+async def renew(session_id: str, manager: Manager, request: protocol.RenewRequest) -> Response:
     """Renew the lease of a session."""
     return _reply(manager.renew(session_id, request.lease_s))
 
@@ -139,20 +122,20 @@ Config = Annotated[
 Position = Annotated[int, Query(ge=0, le=protocol.MAX_INTEGER)]
 
 
-@router.get("/v1/server", response_model=ServerInfo)
+@router.get("/v1/server", response_model=protocol.ServerInfo)
 async def server_info(request: Request) -> Response:
     """Return the protocol versions and limits of the server."""
     return _reply(request.app.state.server)
 
 
-@router.get("/v1/envs", response_model=EnvList)
+@router.get("/v1/envs", response_model=protocol.EnvList)
 async def environments(request: Request) -> Response:
     """List the environments served here."""
-    return _reply(EnvList(request.app.state.server.environments))
+    return _reply(protocol.EnvList(request.app.state.server.environments))
 
 
 # `:path`, because an environment's name may be `path/to/env.py:Class`.
-@router.get("/v1/envs/{env_id:path}/tasks", response_model=TaskList)
+@router.get("/v1/envs/{env_id:path}/tasks", response_model=protocol.TaskList)
 async def tasks(
     env_id: str,
     manager: Manager,
@@ -164,13 +147,13 @@ async def tasks(
     """List ids and prompts of tasks of a split: 20 of them unless `stop` is given."""
     stop = start + 20 if stop is None else stop
     if stop - start > MAX_TASKS:
-        raise make_error("invalid_request", f"ask for at most {MAX_TASKS} tasks at a time")
+        raise protocol.make_error("invalid_request", f"ask for at most {MAX_TASKS} tasks at a time")
     rows, differing = range(start, stop), protocol.decode_config(config)
     previews = await manager.environments.preview(env_id, split, rows, differing)
-    return _reply(TaskList(split, previews))
+    return _reply(protocol.TaskList(split, previews))
 
 
-@router.get("/v1/envs/{env_id:path}", response_model=EnvInfo)
+@router.get("/v1/envs/{env_id:path}", response_model=protocol.EnvInfo)
 async def environment(
     env_id: str,
     manager: Manager,
@@ -191,45 +174,45 @@ async def environment(
 # Gym's reset and step, for trying an environment with curl
 
 
-@router.post("/reset", response_model=GymReply)
-async def gym_reset(request: GymReset, manager: Manager) -> Response:
+@router.post("/reset", response_model=protocol.GymReply)
+async def gym_reset(request: protocol.GymReset, manager: Manager) -> Response:
     """Open a session as in Gym, for example with curl."""
     try:
-        task = TaskSpec(request.split, request.index, request.task)
+        task = protocol.TaskSpec(request.split, request.index, request.task)
     except ValueError:
         message = "GymReset: give either `split` and `index`, or `task`"
-        raise make_error("invalid_request", message) from None
-    create = CreateRequest(request.env, task, request.seed, request.config)
+        raise protocol.make_error("invalid_request", message) from None
+    create = protocol.CreateRequest(request.env, task, request.seed, request.config)
     opened = (await manager.create(create)).sessions[0]
-    return _reply(GymReply(opened.id, opened.observation, opened.tools, opened.step))
+    return _reply(protocol.GymReply(opened.id, opened.observation, opened.tools, opened.step))
 
 
-@router.post("/step", response_model=StepReply)
-async def gym_step(request: GymStep, manager: Manager) -> Response:
+@router.post("/step", response_model=protocol.StepReply)
+async def gym_step(request: protocol.GymStep, manager: Manager) -> Response:
     """Take a step as in Gym. Without `step`, a repeated call takes another step."""
     action = request.action
     if isinstance(action, str):
         action = Action(action)
     at = manager.status(request.session).step if request.step is None else request.step
-    return Reply(await manager.step(request.session, StepRequest(at, action)))
+    return Reply(await manager.step(request.session, protocol.StepRequest(at, action)))
 
 
 # The process
 
 
-@router.get("/healthz", response_model=Health)
+@router.get("/healthz", response_model=protocol.Health)
 async def healthz(manager: Manager) -> Response:
     """Answer while the process is alive."""
     state = "draining" if manager.draining else "ok"
-    return _reply(Health(state, manager.num_live, manager.num_hung))
+    return _reply(protocol.Health(state, manager.num_live, manager.num_hung))
 
 
-@router.get("/readyz", response_model=Health)
+@router.get("/readyz", response_model=protocol.Health)
 async def readyz(manager: Manager) -> Response:
     """Answer 200 if the process should get new sessions, else the error `unavailable`."""
     reason = manager.readiness()
     if reason is not None:
-        raise make_error("unavailable", reason, retry_after_s=5.0)
+        raise protocol.make_error("unavailable", reason, retry_after_s=5.0)
     return await healthz(manager)
 
 

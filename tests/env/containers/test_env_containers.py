@@ -1,6 +1,6 @@
 """Containers for episodes: what is in them, on a real engine, and that none is left."""
 
-import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -72,18 +72,15 @@ def of_this_process():
     return found.split()
 
 
-def with_container(base_image, scenario):
-    async def play():
-        spec = ContainerSpec(base_image, memory_mb=128, max_processes=48)
-        container = await Container.create(Engine(), spec)
-        try:
-            return await scenario(container)
-        finally:
-            await container.remove()
-
-    result = asyncio.run(play())
+@contextlib.asynccontextmanager
+async def small_container(base_image):
+    spec = ContainerSpec(base_image, memory_mb=128, max_processes=48)
+    container = await Container.create(Engine(), spec)
+    try:
+        yield container
+    finally:
+        await container.remove()
     assert of_this_process() == []
-    return result
 
 
 LOOK = (
@@ -101,19 +98,18 @@ LOOK = (
         ({"network": "no-such-network"}, EngineError, "network no-such-network not found"),
     ],
 )
-def test_what_is_missing_is_named(base_image, missing, error, says):
+async def test_what_is_missing_is_named(base_image, missing, error, says):
     spec = ContainerSpec(**{"image": base_image, **missing})
     with pytest.raises(error, match=says):
-        asyncio.run(Container.create(Engine(), spec, labels("missing", "episode")))
+        await Container.create(Engine(), spec, labels("missing", "episode"))
     assert of_this_process() == []
 
 
 @pytest.mark.docker
-def test_a_container_may_do_next_to_nothing(base_image):
-    async def scenario(container):
-        return await container.run(LOOK, timeout_s=20)
-
-    assert with_container(base_image, scenario).output.split("\n") == [
+async def test_a_container_may_do_next_to_nothing(base_image):
+    async with small_container(base_image) as container:
+        output = (await container.run(LOOK, timeout_s=20)).output
+    assert output.split("\n") == [
         "10001",
         "/tmp",
         "read-only",
@@ -151,11 +147,9 @@ print("program", subprocess.call(["/bin/bash", "-c", "cat /bin/bash | wc -c | gr
 
 
 @pytest.mark.docker
-def test_no_call_tells_what_is_in_the_page_cache(base_image):
-    async def scenario(container):
-        return await container.run(f"python3 - <<'E'\n{CALLS}E", timeout_s=30)
-
-    output = with_container(base_image, scenario).output
+async def test_no_call_tells_what_is_in_the_page_cache(base_image):
+    async with small_container(base_image) as container:
+        output = (await container.run(f"python3 - <<'E'\n{CALLS}E", timeout_s=30)).output
     refused = {each.split()[0] for each in output.splitlines() if each.split()[-1] != "done"}
     assert {"mincore", "fadvise64", "preadv2", "io_uring_setup", "cachestat"} <= refused, output
     assert {"readahead", "unshare", "namespaces", "keyctl"} <= refused, output
@@ -163,11 +157,9 @@ def test_no_call_tells_what_is_in_the_page_cache(base_image):
 
 
 @pytest.mark.docker
-def test_the_engine_was_told_so(base_image):
-    async def scenario(container):
-        return connect().api.inspect_container(container.id)
-
-    description = with_container(base_image, scenario)
+async def test_the_engine_was_told_so(base_image):
+    async with small_container(base_image) as container:
+        description = connect().api.inspect_container(container.id)
     host = description["HostConfig"]
     assert host["CapDrop"] == ["ALL"] and not host["CapAdd"] and not host["Binds"]
     assert "no-new-privileges" in host["SecurityOpt"] and not host["Privileged"]
@@ -178,8 +170,8 @@ def test_the_engine_was_told_so(base_image):
 
 
 @pytest.mark.docker
-def test_a_deadline_kills_the_command_and_all_it_started(base_image):
-    async def scenario(container):
+async def test_a_deadline_kills_the_command_and_all_it_started(base_image):
+    async with small_container(base_image) as container:
         started = time.monotonic()
         ran = await container.run(
             "trap '' TERM INT; setsid sleep 300 & (trap '' TERM; while :; do :; done) & "
@@ -188,9 +180,7 @@ def test_a_deadline_kills_the_command_and_all_it_started(base_image):
         )
         seconds = time.monotonic() - started
         left = await container.processes()
-        return ran, seconds, left, await container.run("echo", timeout_s=9)
-
-    ran, seconds, left, after = with_container(base_image, scenario)
+        after = await container.run("echo", timeout_s=9)
     assert ran.timed_out and ran.exit_code is None and ran.output == "before\n"
     assert seconds < 15 and left == [] and after.exit_code == 0
 
@@ -234,20 +224,11 @@ def test_nothing_is_left_of_an_owner_that_was_killed(base_image):
 
 
 @pytest.mark.docker
-def test_what_never_started_is_removed_by_the_next_start(base_image):
+async def test_what_never_started_is_removed_by_the_next_start(base_image):
     gone = owner_name(os.getpid()) + "0"  # started much later
-
     client = connect()
     made = client.containers.create(base_image, ["true"], labels=labels("x", "episode", owner=gone))
-
-    async def play():
-        alive = await Container.create(
-            Engine(), ContainerSpec(base_image, memory_mb=128), labels("x", "episode")
-        )
+    async with small_container(base_image) as alive:
         lines = reap(client)
         assert any(line.startswith(made.id[:12]) and "gone" in line for line in lines)
         assert await alive.alive(), "a living owner's container was removed"
-        await alive.remove()
-
-    asyncio.run(play())
-    assert of_this_process() == []

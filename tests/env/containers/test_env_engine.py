@@ -82,18 +82,13 @@ def test_what_the_engine_refuses_is_an_error_with_its_status(engine_is_there):
 
 
 @pytest.mark.docker
-def test_what_a_cancelled_caller_asked_for_is_undone(engine_is_there):
+async def test_what_a_cancelled_caller_asked_for_is_undone(engine_is_there):
     go_on, undone = threading.Event(), threading.Event()
-
-    async def play():
-        engine = Engine()
-        call = engine.call(lambda client: go_on.wait(20), undo=lambda client, made: undone.set())
-        calling = asyncio.create_task(call)
-        await asyncio.sleep(0)
-        calling.cancel()
-        await asyncio.gather(calling, return_exceptions=True)
-        assert not undone.is_set()
-        go_on.set()
-        assert await asyncio.to_thread(undone.wait, 30)
-
-    asyncio.run(play())
+    call = Engine().call(lambda client: go_on.wait(20), undo=lambda client, made: undone.set())
+    calling = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+    assert not undone.is_set()
+    go_on.set()
+    assert await asyncio.to_thread(undone.wait, 30)
