@@ -397,13 +397,15 @@ class SessionManager:
         return time.time() + session.expires - asyncio.get_running_loop().time()
 
     async def _reap(self) -> None:
-        """Closes sessions whose lease has ended."""
         while True:
             await asyncio.sleep(REAP_S)
-            now = asyncio.get_running_loop().time()
-            for session in list(self._sessions.values()):
-                if session.expires <= now and not session.busy:
-                    self._forget(session, "expired")
+            self._close_expired()  # a function, because a coroutine would keep its last session
+
+    def _close_expired(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for session in list(self._sessions.values()):
+            if session.expires <= now and not session.busy:
+                self._forget(session, "expired")
 
     def _forget(self, session: Session, how: str) -> None:
         """Closes a session and remembers only its id and idempotency key."""
