@@ -157,20 +157,17 @@ async def test_a_server_that_died_is_restarted_on_its_port(tmp_path):
 
 
 @pytest.mark.slow
-def test_none_is_restarted_while_the_trainer_has_the_gpu(tmp_path):
-    async def go():
-        launcher = make_launcher(tmp_path)
-        await launcher.start()
-        url = launcher.urls[0]
-        launcher.hold()
-        await launcher.stop(url)
-        await asyncio.sleep(3 * launcher_module.POLL_S)  # that nothing happens cannot be waited for
-        assert len(started(tmp_path / "vllm-0.log")) == 1
-        launcher.release()
-        await until(lambda: launcher.restarts == 1 and can_connect(url))
-        await launcher.aclose()
-
-    asyncio.run(go())
+async def test_none_is_restarted_while_the_trainer_has_the_gpu(tmp_path):
+    launcher = make_launcher(tmp_path)
+    await launcher.start()
+    url = launcher.urls[0]
+    launcher.hold()
+    await launcher.stop(url)
+    await asyncio.sleep(3 * launcher_module.POLL_S)  # that nothing happens cannot be waited for
+    assert len(started(tmp_path / "vllm-0.log")) == 1
+    launcher.release()
+    await until(lambda: launcher.restarts == 1 and can_connect(url))
+    await launcher.aclose()
 
 
 def test_a_server_that_sleeps_is_started_so_where_there_is_a_gpu(tmp_path):
@@ -181,46 +178,40 @@ def test_a_server_that_sleeps_is_started_so_where_there_is_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_restarted(tmp_path, monkeypatch):
+async def test_a_server_that_hangs_is_restarted(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(launcher_module, "GRACE_S", 1.0)
 
-    async def go():
-        launcher = make_launcher(tmp_path, unhealthy_after_s=1.0)
-        await launcher.start()
-        first = server_pid(launcher.urls[0])
-        os.kill(first, signal.SIGSTOP)
-        await until(lambda: launcher.restarts == 1)
-        await until(lambda: len(started(tmp_path / "vllm-0.log")) == 2)
-        assert not alive(first)
-        await launcher.aclose()
-
-    asyncio.run(go())
+    launcher = make_launcher(tmp_path, unhealthy_after_s=1.0)
+    await launcher.start()
+    first = server_pid(launcher.urls[0])
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: launcher.restarts == 1)
+    await until(lambda: len(started(tmp_path / "vllm-0.log")) == 2)
+    assert not alive(first)
+    await launcher.aclose()
 
 
 @pytest.mark.slow
-def test_a_server_whose_engine_hangs_is_restarted(tmp_path, monkeypatch):
+async def test_a_server_whose_engine_hangs_is_restarted(tmp_path, monkeypatch):
     """/health says that all is well."""
     monkeypatch.setattr(launcher_module, "HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(launcher_module, "ENGINE_POLL_S", 0.1)
     monkeypatch.setattr(launcher_module, "GRACE_S", 1.0)
 
-    async def go():
-        launcher = make_launcher(tmp_path, hung_after_s=2.0)
-        await launcher.start()
-        [(engine, _)] = started(tmp_path / "vllm-0.log")
-        os.kill(engine, signal.SIGSTOP)
-        await asyncio.sleep(0.8)
-        os.kill(engine, signal.SIGCONT)  # a long step
-        await asyncio.sleep(1.5)
-        assert launcher.restarts == 0
-        os.kill(engine, signal.SIGSTOP)
-        await until(lambda: launcher.restarts == 1)
-        await until(lambda: len(started(tmp_path / "vllm-0.log")) == 2)
-        assert not alive(engine)
-        await launcher.aclose()
-
-    asyncio.run(go())
+    launcher = make_launcher(tmp_path, hung_after_s=2.0)
+    await launcher.start()
+    [(engine, _)] = started(tmp_path / "vllm-0.log")
+    os.kill(engine, signal.SIGSTOP)
+    await asyncio.sleep(0.8)
+    os.kill(engine, signal.SIGCONT)  # a long step
+    await asyncio.sleep(1.5)
+    assert launcher.restarts == 0
+    os.kill(engine, signal.SIGSTOP)
+    await until(lambda: launcher.restarts == 1)
+    await until(lambda: len(started(tmp_path / "vllm-0.log")) == 2)
+    assert not alive(engine)
+    await launcher.aclose()
 
 
 @pytest.mark.slow

@@ -168,11 +168,11 @@ def test_an_engine_that_hangs_is_left_for_the_other_and_started_again(launcher, 
     assert all(exact(model, each, 4) for each in asyncio.run(go()))
 
 
-def test_behind_the_router_both_get_the_weights_and_a_cancellation(launcher, tmp_path):
+async def test_behind_the_router_both_get_the_weights_and_a_cancellation(launcher, tmp_path):
     model = toy_model()
     perturb(model, 5)
 
-    async def go(router: str):
+    with running_router(tmp_path / "router.log", *launcher.urls) as router:
         async with client(router, retry_for_s=WAIT_S) as engine:
             await engine.start()
             assert sorted(engine._workers[router]) == sorted(launcher.urls)
@@ -190,21 +190,14 @@ def test_behind_the_router_both_get_the_weights_and_a_cancellation(launcher, tmp
                 doomed.cancel()
                 while any([await busy(url) for url in launcher.urls]):
                     await asyncio.sleep(0.01)
-            return generations
-
-    with running_router(tmp_path / "router.log", *launcher.urls) as router:
-        generations = asyncio.run(go(router))
     assert all(exact(model, each, 5) for each in generations)
 
 
-def test_a_router_without_a_worker_is_an_error_at_the_start(tmp_path):
-    async def go(router: str):
-        async with client(router, retry_for_s=0.1) as engine:
-            await engine.start()
-
+async def test_a_router_without_a_worker_is_an_error_at_the_start(tmp_path):
     expected = pytest.raises(InferenceError, match=r"503|without a worker")
     with running_router(tmp_path / "router.log") as router, expected:
-        asyncio.run(go(router))
+        async with client(router, retry_for_s=0.1) as engine:
+            await engine.start()
 
 
 def test_a_server_of_raw_logprobs_is_noticed_and_refused(tmp_path):

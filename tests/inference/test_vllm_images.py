@@ -110,17 +110,14 @@ DIALOGUES = {
 }
 
 
-def test_sampled_tokens_have_the_trainers_logprobs(served, model, renderer):
-    async def go() -> list[Trajectory]:
-        engine = VLLMEngine([served[0]])
-        try:
-            return await asyncio.gather(
-                *(play(engine, renderer, name, shown) for name, shown in DIALOGUES.items())
-            )
-        finally:
-            await engine.aclose()
-
-    played = asyncio.run(go())
+async def test_sampled_tokens_have_the_trainers_logprobs(served, model, renderer):
+    engine = VLLMEngine([served[0]])
+    try:
+        played = await asyncio.gather(
+            *(play(engine, renderer, name, shown) for name, shown in DIALOGUES.items())
+        )
+    finally:
+        await engine.aclose()
     assert [len(t.branches[0].images) for t in played] == [2, 3, 1]
     for trajectory in played:
         assert difference(model, trajectory) < TOLERANCE, trajectory.trajectory_id

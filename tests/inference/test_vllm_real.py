@@ -109,25 +109,22 @@ def test_float32_logprobs_are_the_trainers(server, float32_model, temperature, c
     assert max(found) < 1e-4
 
 
-def test_what_is_sampled_for_an_agent_is_what_is_trained(server, float32_model, capsys):
-    async def go():
-        engine = Recording(VLLMEngine(server.urls, seed=1))
-        try:
-            batch = await play_groups(
-                engine,
-                Renderer(load_tokenizer(str(TOY_MODEL))),
-                openai_sdk,
-                groups=8,
-                group_size=2,
-                env_config=TASKS,
-                max_turn_tokens=24,
-                max_context_tokens=1024,
-            )
-        finally:
-            await engine.engine.aclose()
-        return batch.trajectories, engine.calls
-
-    trajectories, calls = asyncio.run(go())
+async def test_what_is_sampled_for_an_agent_is_what_is_trained(server, float32_model, capsys):
+    engine = Recording(VLLMEngine(server.urls, seed=1))
+    try:
+        batch = await play_groups(
+            engine,
+            Renderer(load_tokenizer(str(TOY_MODEL))),
+            openai_sdk,
+            groups=8,
+            group_size=2,
+            env_config=TASKS,
+            max_turn_tokens=24,
+            max_context_tokens=1024,
+        )
+    finally:
+        await engine.engine.aclose()
+    trajectories, calls = batch.trajectories, engine.calls
     assert len(trajectories) == 16 and all(each.error is None for each in trajectories)
     said = require_trained_alike(float32_model, trajectories, calls)
     with capsys.disabled():
@@ -178,20 +175,16 @@ def test_each_episode_is_there_once_after_kills_and_shards_make_the_same(server,
 
 
 @pytest.mark.parametrize("endpoint", ["/inference/v1/generate", "/v1/completions"])
-def test_both_endpoints_keep_stop_tokens_and_repeat_with_a_seed(server, endpoint):
-    async def go():
-        async with client(server.urls[0], seed=4) as engine:
-            [state] = engine._pool.servers
-            assert (state.endpoint, state.raw_logprobs) == ("/inference/v1/generate", False)
-            state.endpoint = endpoint
-            sampling = SamplingParams(200, 1.5, stop_token_ids=(12, 30, 41))
-            ids = [f"g-m{i}" for i in range(8)]
-            first = await asyncio.gather(*(engine.generate(i, PROMPT, sampling) for i in ids))
-            again = await asyncio.gather(*(engine.generate(i, PROMPT, sampling) for i in ids))
-            with_zero = await engine.generate("z-m0", [0, 0, 5], SamplingParams(3))
-            return first, again, with_zero
-
-    first, again, with_zero = asyncio.run(go())
+async def test_both_endpoints_keep_stop_tokens_and_repeat_with_a_seed(server, endpoint):
+    async with client(server.urls[0], seed=4) as engine:
+        [state] = engine._pool.servers
+        assert (state.endpoint, state.raw_logprobs) == ("/inference/v1/generate", False)
+        state.endpoint = endpoint
+        sampling = SamplingParams(200, 1.5, stop_token_ids=(12, 30, 41))
+        ids = [f"g-m{i}" for i in range(8)]
+        first = await asyncio.gather(*(engine.generate(i, PROMPT, sampling) for i in ids))
+        again = await asyncio.gather(*(engine.generate(i, PROMPT, sampling) for i in ids))
+        with_zero = await engine.generate("z-m0", [0, 0, 5], SamplingParams(3))
     assert [g.token_ids for g in first] == [g.token_ids for g in again]
     assert len({tuple(g.token_ids) for g in first}) > 1
     assert {g.finish_reason for g in first} <= {"stop", "length"}
@@ -213,26 +206,23 @@ def test_the_first_token_id_can_be_sampled(server):
     assert asyncio.run(go())["choices"][0]["token_ids"] == [0, 0, 0]
 
 
-def test_cancelling_frees_the_engine_long_before_the_sequence_would_end(server, capsys):
-    async def go():
-        url = server.urls[0]
+async def test_cancelling_frees_the_engine_long_before_the_sequence_would_end(server, capsys):
+    url = server.urls[0]
 
-        async def num_running() -> float:
-            return await metric(url, "vllm:num_requests_running")
+    async def num_running() -> float:
+        return await metric(url, "vllm:num_requests_running")
 
-        async def is_running() -> bool:
-            return await num_running() > 0
+    async def is_running() -> bool:
+        return await num_running() > 0
 
-        async def is_free() -> bool:
-            return await num_running() == 0
+    async def is_free() -> bool:
+        return await num_running() == 0
 
-        async with client(url) as engine:
-            task = asyncio.create_task(long_sequence(engine, "g-m0"))
-            await until(is_running)
-            task.cancel()
-            return await until(is_free)
-
-    took = asyncio.run(go())
+    async with client(url) as engine:
+        task = asyncio.create_task(long_sequence(engine, "g-m0"))
+        await until(is_running)
+        task.cancel()
+        took = await until(is_free)
     with capsys.disabled():
         print(f"\ncancelled: the engine was free after {1e3 * took:.0f} ms")
     assert took < 3
@@ -251,22 +241,19 @@ async def long_sequence(engine: VLLMEngine, request_id: str, max_tokens: int = 1
     return await engine.generate(request_id, PROMPT, SamplingParams(max_tokens))
 
 
-def test_an_aborted_sequence_is_continued_and_exact(server, float32_model):
+async def test_an_aborted_sequence_is_continued_and_exact(server, float32_model):
     """Paused with `abort` twice while one sequence grows; the versions say where."""
 
-    async def go():
-        url = server.urls[0]
-        async with client(url, seed=9) as engine:
-            task = asyncio.create_task(long_sequence(engine, "g-m0"))
-            for version in (1, 2):
-                await asyncio.sleep(0.4)
-                await call(url, "POST", "/pause?mode=abort")
-                await set_version(url, version)
-                engine.policy_version = version
-                await call(url, "POST", "/resume")
-            return await task
-
-    generation = asyncio.run(go())
+    url = server.urls[0]
+    async with client(url, seed=9) as engine:
+        task = asyncio.create_task(long_sequence(engine, "g-m0"))
+        for version in (1, 2):
+            await asyncio.sleep(0.4)
+            await call(url, "POST", "/pause?mode=abort")
+            await set_version(url, version)
+            engine.policy_version = version
+            await call(url, "POST", "/resume")
+        generation = await task
     assert len(generation.token_ids) == 1500
     assert generation.finish_reason == "length"
     assert set(generation.versions) == {0, 1, 2}
@@ -276,93 +263,87 @@ def test_an_aborted_sequence_is_continued_and_exact(server, float32_model):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_every_pause_empties_the_prefix_cache(server, mode):
+async def test_every_pause_empties_the_prefix_cache(server, mode):
     """An update is exact without a salt, which would cost prefix hits between turns."""
     prompt = [(11 * i) % 340 + 3 for i in range(300)]
 
-    async def go():
-        url = server.urls[0]
-        hits = []
-        async with client(url) as engine:
-            for pause in (False, False, True):
-                if pause:
-                    await call(url, "POST", f"/pause?mode={mode}")
-                    await call(url, "POST", "/resume")
-                before = await metric(url, "vllm:prefix_cache_hits_total")
-                await engine.generate("g-m0", prompt, SamplingParams(1))
-                hits.append(await metric(url, "vllm:prefix_cache_hits_total") - before)
-        return hits
-
-    _, second, after_pause = asyncio.run(go())
+    url = server.urls[0]
+    hits = []
+    async with client(url) as engine:
+        for pause in (False, False, True):
+            if pause:
+                await call(url, "POST", f"/pause?mode={mode}")
+                await call(url, "POST", "/resume")
+            before = await metric(url, "vllm:prefix_cache_hits_total")
+            await engine.generate("g-m0", prompt, SamplingParams(1))
+            hits.append(await metric(url, "vllm:prefix_cache_hits_total") - before)
+    _, second, after_pause = hits
     assert second >= 256
     assert after_pause == 0
 
 
-def test_a_stopped_server_is_left_by_its_deadline(server, capsys):
+async def test_a_stopped_server_is_left_by_its_deadline(server, capsys):
     """F2. SIGSTOP: the kernel still accepts connections, nobody answers."""
 
-    async def go():
-        pid = server_pid(server.urls[0])
-        async with (
-            running(ContractServer(make_model())) as healthy,
-            client(server.urls[0], healthy.url, request_timeout_s=2.0) as engine,
-        ):
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                begin = time.monotonic()
-                calls = [
-                    engine.generate(f"g{i}-m0", [3, 4, 5], SamplingParams(4)) for i in range(6)
-                ]
-                await asyncio.gather(*calls)
-                return time.monotonic() - begin
-            finally:
-                os.kill(pid, signal.SIGCONT)
-
-    took = asyncio.run(go())
+    pid = server_pid(server.urls[0])
+    async with (
+        running(ContractServer(make_model())) as healthy,
+        client(server.urls[0], healthy.url, request_timeout_s=2.0) as engine,
+    ):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            calls = [engine.generate(f"g{i}-m0", [3, 4, 5], SamplingParams(4)) for i in range(6)]
+            await asyncio.gather(*calls)
+            took = time.monotonic() - begin
+        finally:
+            os.kill(pid, signal.SIGCONT)
     with capsys.disabled():
         print(f"\nF2: request timeout 2 s, everything answered after {took:.2f} s")
     assert 2 <= took < 10
 
 
-def test_a_restarted_server_gets_its_weights_before_its_first_token(server, capsys):
+async def test_a_restarted_server_gets_its_weights_before_its_first_token(server, capsys):
     """F1 and F5: the server is killed in the middle of requests and comes back with the weights
     of its disk; requests wait, none fails, none is answered from those."""
 
-    async def go():
-        url = server.urls[0]
-        pushes = []
+    url = server.urls[0]
+    pushes = []
 
-        async def resync(at: str) -> None:
-            pushes.append(await call(at, "GET", "/weight_info"))
-            await set_version(at, 7)
+    async def resync(at: str) -> None:
+        pushes.append(await call(at, "GET", "/weight_info"))
+        await set_version(at, 7)
 
-        async with client(url, retry_for_s=300) as engine:
-            engine.resync = resync
-            engine.policy_version = 7
-            before = await engine.generate("a-m0", PROMPT, SamplingParams(8))
-            calls = [asyncio.create_task(long_sequence(engine, f"g{i}-m0", 3000)) for i in range(4)]
-            await asyncio.sleep(0.3)
-            assert not any(call.done() for call in calls)
-            killed_at = time.monotonic()
-            os.kill(server_pid(url), signal.SIGKILL)
-            health = make_client(url)
+    async with client(url, retry_for_s=300) as engine:
+        engine.resync = resync
+        engine.policy_version = 7
+        before = await engine.generate("a-m0", PROMPT, SamplingParams(8))
+        calls = [asyncio.create_task(long_sequence(engine, f"g{i}-m0", 3000)) for i in range(4)]
+        await asyncio.sleep(0.3)
+        assert not any(call.done() for call in calls)
+        killed_at = time.monotonic()
+        os.kill(server_pid(url), signal.SIGKILL)
+        health = make_client(url)
 
-            async def is_back() -> bool:
-                with contextlib.suppress(Exception):
-                    return (await health.get("/health")).status_code == 200
-                return False
+        async def is_back() -> bool:
+            with contextlib.suppress(Exception):
+                return (await health.get("/health")).status_code == 200
+            return False
 
-            await asyncio.sleep(1)
-            await until(is_back, 200)
-            back_at = time.monotonic()
-            first = asyncio.create_task(engine.generate("b-m0", PROMPT, SamplingParams(8)))
-            await first
-            recovered_at = time.monotonic()
-            generations = [*await asyncio.gather(*calls), first.result()]
-            await health.aclose()
-        return pushes, [before, *generations], back_at - killed_at, recovered_at - back_at
-
-    pushes, generations, away_s, recovery_s = asyncio.run(go())
+        await asyncio.sleep(1)
+        await until(is_back, 200)
+        back_at = time.monotonic()
+        first = asyncio.create_task(engine.generate("b-m0", PROMPT, SamplingParams(8)))
+        await first
+        recovered_at = time.monotonic()
+        generations = [*await asyncio.gather(*calls), first.result()]
+        await health.aclose()
+    pushes, generations, away_s, recovery_s = (
+        pushes,
+        [before, *generations],
+        back_at - killed_at,
+        recovered_at - back_at,
+    )
     with capsys.disabled():
         print(f"\nF1: away {away_s:.1f} s, first answer {recovery_s:.2f} s after it was back")
     # Once because it answered with a word instead of version 7, once after the restart.

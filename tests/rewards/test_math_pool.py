@@ -270,16 +270,13 @@ async def test_from_asyncio_without_blocking_the_loop():
 
 
 @pytest.mark.slow
-def test_a_cancelled_check_gives_its_worker_back(pool):
-    async def play() -> None:
-        check = asyncio.create_task(pool.check_async(*SLOW, 0.5))
-        await asyncio.sleep(0.1)
-        check.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await check
-        assert await pool.check_async(*POLYNOMIAL)
-
-    asyncio.run(play())
+async def test_a_cancelled_check_gives_its_worker_back(pool):
+    check = asyncio.create_task(pool.check_async(*SLOW, 0.5))
+    await asyncio.sleep(0.1)
+    check.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await check
+    assert await pool.check_async(*POLYNOMIAL)
 
 
 def score(text: str) -> float:

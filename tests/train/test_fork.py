@@ -105,7 +105,7 @@ def test_branches_begin_with_the_edited_ids_and_are_of_the_group(run, turn):
     assert sum(got["members"].values()) == pytest.approx(0, abs=1e-4)
 
 
-def test_a_server_plays_on(run):
+async def test_a_server_plays_on(run):
     found = entry(run, turns=1)
     start = trajectory(run, found).turns[0].start
     model = load_model(
@@ -115,16 +115,13 @@ def test_a_server_plays_on(run):
         max_tokens=CONTEXT,
     )
 
-    async def ask():
-        async with running(ContractServer(model.eval())) as server:
-            forks = Forks([server.url], "vllm")
-            assert forks.players(run, STEPS)[0]["name"] == SERVERS
-            request = ForkRequest(player=SERVERS, row=0, position=start, count=2)
-            got = await forks.play(run, found.step, found.offset, request)
-            await forks.aclose()
-            return got, server.bodies
-
-    got, bodies = asyncio.run(ask())
+    async with running(ContractServer(model.eval())) as server:
+        forks = Forks([server.url], "vllm")
+        assert forks.players(run, STEPS)[0]["name"] == SERVERS
+        request = ForkRequest(player=SERVERS, row=0, position=start, count=2)
+        got = await forks.play(run, found.step, found.offset, request)
+        await forks.aclose()
+        got, bodies = got, server.bodies
     assert [each["error"] for each in got["branches"]] == [None, None]
     recorded = trajectory(run, found).branches[0].token_ids[:start]
     assert any(body.get("token_ids", body.get("prompt")) == recorded for body in bodies)

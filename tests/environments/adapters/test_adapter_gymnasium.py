@@ -203,16 +203,13 @@ def test_instances_are_closed(play):
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_a_wrong_configuration_is_named(config, problem):
-    async def main():
+async def test_a_wrong_configuration_is_named(config, problem):
+    with pytest.raises((EnvError, ConfigError), match=problem):
         async with connect() as client:
             await client.session("gymnasium", split="train", index=0, config=config)
 
-    with pytest.raises((EnvError, ConfigError), match=problem):
-        asyncio.run(main())
 
-
-def test_many_sessions_at_a_real_server(serve_environments):
+async def test_many_sessions_at_a_real_server(serve_environments):
     """Sessions interleave on one server; each is the episode that it would be alone."""
 
     async def episode(client, index):
@@ -232,13 +229,10 @@ def test_many_sessions_at_a_real_server(serve_environments):
         await session.close()
         return seen
 
-    async def main(url):
+    with serve_environments([GymnasiumEnvironment]) as (url, _):
         async with connect(url) as there, connect() as here:
             remote = await asyncio.gather(*(episode(there, index) for index in range(12)))
-            return remote, [await episode(here, index) for index in range(12)]
-
-    with serve_environments([GymnasiumEnvironment]) as (url, _):
-        remote, local = asyncio.run(main(url))
+            remote, local = remote, [await episode(here, index) for index in range(12)]
     assert remote == local
     assert threading.active_count() < 60
 

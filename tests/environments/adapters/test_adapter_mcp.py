@@ -82,94 +82,80 @@ def shelf(tmp_path):
     return f"mcp:{sys.executable} {tmp_path / 'shelf.py'}", str(tasks)
 
 
-def test_a_command_is_an_environment_in_one_line(shelf):
+async def test_a_command_is_an_environment_in_one_line(shelf):
     name, tasks = shelf
 
-    async def main():
-        async with connect() as client:
-            info = await client.info(name, {"tasks": tasks, "tools": ["put", "burn"]})
-            assert info.splits == {"train": 2}
-            specs = {each["function"]["name"]: each["function"] for each in info.tools}
-            assert specs.keys() == {"put", "burn"}
-            assert specs["put"]["parameters"]["required"] == ["title"]
-        env = make(resolve(name), tasks=tasks)
-        assert (await env.reset("train", 0))[0]["content"] == "Put Emma on the shelf."
-        for count in (1, 2):
-            result = await env.call("put", title="Emma")
-            assert result.observation[0]["content"] == f"{count} books"
-        failed = await env.call("burn", title="Emma")
-        assert "no, not Emma" in failed.observation[0]["content"]
-        assert failed.metrics["tool_errors"] == 1.0
-        wrong = await env.call("put", copies="many")
-        assert "title" in wrong.observation[0]["content"]
-        ended = await env.step("It holds 1 books")
-        assert ended.terminated and ended.reward == 0.0
-        assert ended.info == {
-            "reference": "1 books",
-            "metadata": {"shelf": "A"},
-            "answer": "It holds 1 books",
-        }
-        messages = await env.reset("train", 1)
-        assert messages == ROWS[1]["prompt"]
+    async with connect() as client:
+        info = await client.info(name, {"tasks": tasks, "tools": ["put", "burn"]})
+        assert info.splits == {"train": 2}
+        specs = {each["function"]["name"]: each["function"] for each in info.tools}
+        assert specs.keys() == {"put", "burn"}
+        assert specs["put"]["parameters"]["required"] == ["title"]
+    env = make(resolve(name), tasks=tasks)
+    assert (await env.reset("train", 0))[0]["content"] == "Put Emma on the shelf."
+    for count in (1, 2):
         result = await env.call("put", title="Emma")
-        assert result.observation[0]["content"] == "1 books", "each episode has its own server"
-        last = await env.step("not yet", last=True)
-        assert last.info["reference"] == "2 books"
-        await env.close()
+        assert result.observation[0]["content"] == f"{count} books"
+    failed = await env.call("burn", title="Emma")
+    assert "no, not Emma" in failed.observation[0]["content"]
+    assert failed.metrics["tool_errors"] == 1.0
+    wrong = await env.call("put", copies="many")
+    assert "title" in wrong.observation[0]["content"]
+    ended = await env.step("It holds 1 books")
+    assert ended.terminated and ended.reward == 0.0
+    assert ended.info == {
+        "reference": "1 books",
+        "metadata": {"shelf": "A"},
+        "answer": "It holds 1 books",
+    }
+    messages = await env.reset("train", 1)
+    assert messages == ROWS[1]["prompt"]
+    result = await env.call("put", title="Emma")
+    assert result.observation[0]["content"] == "1 books", "each episode has its own server"
+    last = await env.step("not yet", last=True)
+    assert last.info["reference"] == "2 books"
+    await env.close()
 
-    asyncio.run(main())
 
-
-def test_structured_results_and_broken_images_reach_the_agent(tmp_path):
+async def test_structured_results_and_broken_images_reach_the_agent(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"prompt": "q"}) + "\n")
 
-    async def main():
-        name = f"mcp:{sys.executable} {tmp_path / 'odd.py'}"
-        env = make(resolve(name), tasks=str(tasks), show_images=True)
-        await env.reset("train", 0)
-        said = {
-            each: (await env.call(each)).observation[0]["content"]
-            for each in ("count", "fail", "look")
-        }
-        await env.close()
-        return said
-
-    said = asyncio.run(main())
+    name = f"mcp:{sys.executable} {tmp_path / 'odd.py'}"
+    env = make(resolve(name), tasks=str(tasks), show_images=True)
+    await env.reset("train", 0)
+    said = {
+        each: (await env.call(each)).observation[0]["content"] for each in ("count", "fail", "look")
+    }
+    await env.close()
     assert json.loads(said["count"]) == {"books": 3}
     assert "full" in said["fail"]
     assert "a shelf" in str(said["look"]) and "cannot be read" in str(said["look"])
 
 
-def test_the_last_turn_gives_the_reference_though_the_episode_goes_on(shelf):
+async def test_the_last_turn_gives_the_reference_though_the_episode_goes_on(shelf):
     name, tasks = shelf
 
-    async def main():
-        async with connect() as client:
-            session = await client.session(name, split="train", index=0, config={"tasks": tasks})
-            from agentrl.env import ToolCall
+    async with connect() as client:
+        session = await client.session(name, split="train", index=0, config={"tasks": tasks})
+        from agentrl.env import ToolCall
 
-            call = Action(tool_calls=(ToolCall("c", "put", {"title": "Emma"}),))
-            result = await session.step(call, timeout_s=60, last=True)
-            assert result.truncated and result.info["reference"] == "1 books"
-            await session.close()
-
-    asyncio.run(main())
+        call = Action(tool_calls=(ToolCall("c", "put", {"title": "Emma"}),))
+        result = await session.step(call, timeout_s=60, last=True)
+        assert result.truncated and result.info["reference"] == "1 books"
+        await session.close()
 
 
-def test_a_server_that_dies_loses_the_session_and_no_process_is_left(shelf):
+async def test_a_server_that_dies_loses_the_session_and_no_process_is_left(shelf):
     name, tasks = shelf
 
-    async def main():
-        env = make(resolve(name), tasks=tasks)
-        await env.reset("train", 0)
-        with pytest.raises(EnvError) as caught:
-            await env.call("leave")
-        assert caught.value.code == "session_lost"
-        await env.close()
-
-    asyncio.run(main())
+    env = make(resolve(name), tasks=tasks)
+    await env.reset("train", 0)
+    with pytest.raises(EnvError) as caught:
+        await env.call("leave")
+    assert caught.value.code == "session_lost"
+    await env.close()
 
 
 @pytest.mark.parametrize(
@@ -182,15 +168,12 @@ def test_a_server_that_dies_loses_the_session_and_no_process_is_left(shelf):
         (None, {"tools": ["fly"]}, "has no tool fly"),
     ],
 )
-def test_what_is_wrong_is_named(shelf, name, config, says):
-    async def main():
+async def test_what_is_wrong_is_named(shelf, name, config, says):
+    with pytest.raises(EnvError, match=says):
         async with connect() as client:
             await client.info(
                 name or shelf[0], config, timeout_s=3 if name and "http" in name else 60
             )
-
-    with pytest.raises(EnvError, match=says):
-        asyncio.run(main())
 
 
 @register("mcp-safe")
@@ -247,66 +230,57 @@ async def play_over_mcp(client):
     await client.call_tool("end_episode", {"episode_id": ids[1]})
 
 
-def test_an_environment_is_an_mcp_server_in_process_and_over_stdio():
+async def test_an_environment_is_an_mcp_server_in_process_and_over_stdio():
     from mcp.client import Client
     from mcp.client.stdio import StdioServerParameters
 
-    async def main():
-        server = make_mcp_server(Safe)
-        async with Client(server) as client:
-            await play_over_mcp(client)
-        await server.aclose_episodes()
-        arguments = ["-m", "agentrl_adapters.mcp_server", f"{__file__}:Safe"]
-        async with Client(StdioServerParameters(command=sys.executable, args=arguments)) as client:
-            await play_over_mcp(client)
-
-    asyncio.run(main())
+    server = make_mcp_server(Safe)
+    async with Client(server) as client:
+        await play_over_mcp(client)
+    await server.aclose_episodes()
+    arguments = ["-m", "agentrl_adapters.mcp_server", f"{__file__}:Safe"]
+    async with Client(StdioServerParameters(command=sys.executable, args=arguments)) as client:
+        await play_over_mcp(client)
 
 
-def test_an_environment_is_an_mcp_server_over_http_and_asks_for_its_token(monkeypatch):
+async def test_an_environment_is_an_mcp_server_over_http_and_asks_for_its_token(monkeypatch):
     monkeypatch.setenv("SAFE_TOKEN", "t0k")
 
-    async def main():
-        config = uvicorn.Config(make_mcp_app(Safe, token="t0k"), port=0, log_level="warning")
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        url = f"http://127.0.0.1:{port}/mcp"
-        try:
-            with pytest.raises(EnvError, match="MCP server"):
-                async with connect() as client:
-                    await client.info(f"mcp:{url}", timeout_s=3)
-            async with connect() as client:  # agentrl plays agentrl over MCP
-                info = await client.info(f"mcp:{url}", {"token": "SAFE_TOKEN"})
-                assert {each["function"]["name"] for each in info.tools} >= {"dial", "listen"}
-                session = await client.session(
-                    f"mcp:{url}", task=Task("1", "Open one."), config={"token": "SAFE_TOKEN"}
-                )
-                from agentrl.env import ToolCall
+    config = uvicorn.Config(make_mcp_app(Safe, token="t0k"), port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}/mcp"
+    try:
+        with pytest.raises(EnvError, match="MCP server"):
+            async with connect() as client:
+                await client.info(f"mcp:{url}", timeout_s=3)
+        async with connect() as client:  # agentrl plays agentrl over MCP
+            info = await client.info(f"mcp:{url}", {"token": "SAFE_TOKEN"})
+            assert {each["function"]["name"] for each in info.tools} >= {"dial", "listen"}
+            session = await client.session(
+                f"mcp:{url}", task=Task("1", "Open one."), config={"token": "SAFE_TOKEN"}
+            )
+            from agentrl.env import ToolCall
 
-                call = ToolCall("c", "start_episode", {"split": "train", "index": 9})
-                result = await session.step(Action(tool_calls=(call,)), timeout_s=60)
-                assert "Open safe 9." in result.observation[0]["content"]
-                await session.close()
-        finally:
-            server.should_exit = True
-            await serving
-
-    asyncio.run(main())
+            call = ToolCall("c", "start_episode", {"split": "train", "index": 9})
+            result = await session.step(Action(tool_calls=(call,)), timeout_s=60)
+            assert "Open safe 9." in result.observation[0]["content"]
+            await session.close()
+    finally:
+        server.should_exit = True
+        await serving
 
 
-def test_it_passes_the_conformance_kit(shelf):
+async def test_it_passes_the_conformance_kit(shelf):
     name, tasks = shelf
 
-    async def main():
-        subject = await load_subject(name, config={"tasks": tasks, "tools": ["put"]})
-        names = ["tasks", "tools", "close", "bad_actions"]  # each episode starts a process
-        results = [await run_check(each, subject) for each in names]
-        assert {each.status for each in results} == {"pass"}, results
-
-    asyncio.run(main())
+    subject = await load_subject(name, config={"tasks": tasks, "tools": ["put"]})
+    names = ["tasks", "tools", "close", "bad_actions"]  # each episode starts a process
+    results = [await run_check(each, subject) for each in names]
+    assert {each.status for each in results} == {"pass"}, results
 
 
 @pytest.mark.parametrize("ids", [(1, "1"), ("a", "a")])

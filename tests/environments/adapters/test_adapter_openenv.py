@@ -261,22 +261,19 @@ def test_a_lost_connection_is_never_a_fresh_environment():
     listener.close()
 
 
-def test_a_server_that_is_not_there_is_unavailable():
+async def test_a_server_that_is_not_there_is_unavailable():
     env = make(OpenEnvEnvironment, url="http://127.0.0.1:9", actions="text")
 
-    async def main():
+    with pytest.raises(EnvUnavailable, match="cannot be reached"):
         await env._client.session(
             "openenv", split="train", index=0, config={"url": "http://127.0.0.1:9"}, timeout_s=1
         )
 
-    with pytest.raises(EnvUnavailable, match="cannot be reached"):
-        asyncio.run(main())
 
-
-def test_a_full_server_is_waited_for():
+async def test_a_full_server_is_waited_for():
     app = create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=1)
 
-    async def main(url):
+    with running(app) as (url, _):
         config = {"url": url, "reset": {"secret": 1}, "observation_field": "text"}
         async with connect() as client:
             first = await client.session("openenv", split="train", index=0, config=config)
@@ -288,9 +285,6 @@ def test_a_full_server_is_waited_for():
             await first.close()
             second = await waiting
             assert (await second.step(call("act", number=1), timeout_s=5)).terminated
-
-    with running(app) as (url, _):
-        asyncio.run(main(url))
 
 
 def test_sessions_are_apart_and_are_closed(guessing, serve_environments):
@@ -369,59 +363,51 @@ def their_client(url):
     return GenericEnvClient(base_url=url, **options)
 
 
-def test_their_client_plays(served_to_them):
-    async def main():
-        async with their_client(served_to_them) as client:
-            first = await client.reset(index=4, seed=9)
-            assert first.observation["text"] == "What is 4 + 1? Seed 9."
-            listed = await client.step({"type": "list_tools"})
-            assert [each["name"] for each in listed.observation["tools"]] == ["count", "answer"]
-            result = await client.step(
-                {"type": "call_tool", "tool_name": "count", "arguments": {"number": 4}}
-            )
-            assert result.observation["result"] == "5"
-            result = await client.step({"text": "I think it is 5."})
-            assert "Call one of the tools" in result.observation["text"] and not result.done
-            assert (await client.state())["step_count"] == 2
-            last = await client.step(
-                {"tool_calls": [{"name": "answer", "arguments": {"number": 5}}]}
-            )
-            assert (last.reward, last.done) == (1.0, True)
-            with pytest.raises(RuntimeError, match="episode_done"):
-                await client.step({"text": "more"})
-            again = await client.reset(seed=23)
-            assert again.observation["task_id"] == "train/3"
-
-    asyncio.run(main())
+async def test_their_client_plays(served_to_them):
+    async with their_client(served_to_them) as client:
+        first = await client.reset(index=4, seed=9)
+        assert first.observation["text"] == "What is 4 + 1? Seed 9."
+        listed = await client.step({"type": "list_tools"})
+        assert [each["name"] for each in listed.observation["tools"]] == ["count", "answer"]
+        result = await client.step(
+            {"type": "call_tool", "tool_name": "count", "arguments": {"number": 4}}
+        )
+        assert result.observation["result"] == "5"
+        result = await client.step({"text": "I think it is 5."})
+        assert "Call one of the tools" in result.observation["text"] and not result.done
+        assert (await client.state())["step_count"] == 2
+        last = await client.step({"tool_calls": [{"name": "answer", "arguments": {"number": 5}}]})
+        assert (last.reward, last.done) == (1.0, True)
+        with pytest.raises(RuntimeError, match="episode_done"):
+            await client.step({"text": "more"})
+        again = await client.reset(seed=23)
+        assert again.observation["task_id"] == "train/3"
 
 
-def test_their_mistakes_are_errors(served_to_them):
-    async def main():
-        async with their_client(served_to_them) as client:
-            for action, problem in [
-                ({"text": "x"}, "not_reset"),
-                ({}, "VALIDATION_ERROR"),
-                ({"tool_calls": [3]}, "VALIDATION_ERROR"),
-            ]:
-                with pytest.raises(RuntimeError, match=problem):
-                    await client.step(action)
-                await client.reset()
-            for arguments in (
-                {"split": "nope"},
-                {"index": 10},
-                {"index": "x"},
-                {"config": {"a": 1}},
-            ):
-                with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
-                    await client.reset(**arguments)
+async def test_their_mistakes_are_errors(served_to_them):
+    async with their_client(served_to_them) as client:
+        for action, problem in [
+            ({"text": "x"}, "not_reset"),
+            ({}, "VALIDATION_ERROR"),
+            ({"tool_calls": [3]}, "VALIDATION_ERROR"),
+        ]:
+            with pytest.raises(RuntimeError, match=problem):
+                await client.step(action)
             await client.reset()
-            with pytest.raises(RuntimeError, match="unlucky"):
-                bad = {"type": "call_tool", "tool_name": "count", "arguments": {"number": 13}}
-                await client.step(bad)
-            with pytest.raises(RuntimeError):  # the failed session is not a fresh one
-                await client.step({"text": "x"})
-
-    asyncio.run(main())
+        for arguments in (
+            {"split": "nope"},
+            {"index": 10},
+            {"index": "x"},
+            {"config": {"a": 1}},
+        ):
+            with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
+                await client.reset(**arguments)
+        await client.reset()
+        with pytest.raises(RuntimeError, match="unlucky"):
+            bad = {"type": "call_tool", "tool_name": "count", "arguments": {"number": 13}}
+            await client.step(bad)
+        with pytest.raises(RuntimeError):  # the failed session is not a fresh one
+            await client.step({"text": "x"})
 
 
 def test_sockets_are_environments_of_their_own_and_closing_frees_them(served_to_them):
@@ -452,18 +438,13 @@ def test_sockets_are_environments_of_their_own_and_closing_frees_them(served_to_
     asyncio.run(main())
 
 
-def test_a_full_server_says_so(served_to_them):
-    async def main():
-        async with contextlib.AsyncExitStack() as stack:
-            clients = [
-                await stack.enter_async_context(their_client(served_to_them)) for _ in range(7)
-            ]
-            for client in clients[:6]:
-                await client.reset()
-            with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
-                await clients[6].reset()
-
-    asyncio.run(main())
+async def test_a_full_server_says_so(served_to_them):
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(their_client(served_to_them)) for _ in range(7)]
+        for client in clients[:6]:
+            await client.reset()
+        with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
+            await clients[6].reset()
 
 
 @pytest.mark.parametrize(
@@ -512,8 +493,8 @@ def test_agentrl_plays_agentrl_through_openenv():
         env.close()
 
 
-def test_many_frames_of_garbage_leave_the_socket_open():
-    async def main(url):
+async def test_many_frames_of_garbage_leave_the_socket_open():
+    with running(make_openenv_app(Adder)) as (url, _):
         async with aiohttp.ClientSession() as client, client.ws_connect(f"{url}/ws") as socket:
             for text in [
                 "",
@@ -530,6 +511,3 @@ def test_many_frames_of_garbage_leave_the_socket_open():
                 assert '"error"' in await socket.receive_str(timeout=20), text
             await socket.send_str('{"type":"reset"}')
             assert '"observation"' in await socket.receive_str(timeout=20)
-
-    with running(make_openenv_app(Adder)) as (url, _):
-        asyncio.run(main(url))

@@ -114,13 +114,10 @@ def test_a_task_of_ones_own_is_refused(play):
         ({"datasets": "list_functions"}, "a different task each time"),
     ],
 )
-def test_a_wrong_configuration_is_named(config, problem):
-    async def main():
+async def test_a_wrong_configuration_is_named(config, problem):
+    with pytest.raises((EnvError, ConfigError), match=problem):
         async with connect() as client:
             await client.session("reasoning-gym", split="train", index=0, config=config)
-
-    with pytest.raises((EnvError, ConfigError), match=problem):
-        asyncio.run(main())
 
 
 def test_the_refused_grader_really_runs_answers(play):
@@ -140,7 +137,7 @@ def test_literal_eval_is_no_eval():
     assert evaluates_answers(reasoning_gym.create_dataset("spiral_matrix", size=1)) == "eval"
 
 
-def test_many_sessions_at_a_real_server(serve_environments):
+async def test_many_sessions_at_a_real_server(serve_environments):
     async def episode(client, index):
         session = await client.session(
             "reasoning-gym", split="test", index=index, config={"datasets": ["gcd", "lcm"]}
@@ -149,13 +146,10 @@ def test_many_sessions_at_a_real_server(serve_environments):
         await session.close()
         return session.messages, result.reward, result.reward_components
 
-    async def main(url):
+    with serve_environments([ReasoningGymEnvironment]) as (url, _):
         async with connect(url) as there, connect() as here:
             remote = await asyncio.gather(*(episode(there, index) for index in range(40)))
-            return remote, [await episode(here, index) for index in range(40)]
-
-    with serve_environments([ReasoningGymEnvironment]) as (url, _):
-        remote, local = asyncio.run(main(url))
+            remote, local = remote, [await episode(here, index) for index in range(40)]
     assert remote == local
 
 
@@ -166,17 +160,14 @@ def _action(answer):
 
 
 @pytest.mark.parametrize("answer", ["tags", "tool"])
-def test_the_oracle_scores_one(answer):
-    async def main():
-        from agentrl.env.episode import start_episode, take_turn
+async def test_the_oracle_scores_one(answer):
+    from agentrl.env.episode import start_episode, take_turn
 
-        env = ReasoningGymEnvironment({"datasets": ["gcd", "leg_counting"], "answer": answer})
-        for index in range(6):
-            await start_episode(env, env.get("test", index), 0)
-            (action,) = env.oracle()
-            assert (await take_turn(env, action)).reward == 1.0
-
-    asyncio.run(main())
+    env = ReasoningGymEnvironment({"datasets": ["gcd", "leg_counting"], "answer": answer})
+    for index in range(6):
+        await start_episode(env, env.get("test", index), 0)
+        (action,) = env.oracle()
+        assert (await take_turn(env, action)).reward == 1.0
 
 
 @pytest.mark.parametrize("name", ["complex_arithmetic", "game_of_life_halting"])

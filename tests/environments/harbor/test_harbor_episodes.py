@@ -189,26 +189,23 @@ def test_a_shared_verifier_has_its_own_user_and_the_next_agent_the_agents(tmp_pa
     assert played(tmp_path, "users", []).reward == 0.0
 
 
-def test_the_limits_of_a_task_hold(task_folder):
+async def test_the_limits_of_a_task_hold(task_folder):
     shared, settings = shared_for(task_folder, "mend", command_timeout_s=5)
 
-    async def episode():
-        environment = HarborEnvironment(settings, shared=shared)
-        try:
-            await start_episode(environment, environment.get("test", 0), 0)
-            results = []
-            for command in (
-                "python3 -c 'bytearray(700 << 20)'",
-                "sleep 60",
-                "ls /sys/class/net",
-                "cat /tests/test.sh",
-            ):
-                results.append(await take_turn(environment, bash(command)))
-            return [str(each.observation) for each in results]
-        finally:
-            await environment.close()
-
-    memory, slept, network, tests = asyncio.run(episode())
+    environment = HarborEnvironment(settings, shared=shared)
+    try:
+        await start_episode(environment, environment.get("test", 0), 0)
+        results = []
+        for command in (
+            "python3 -c 'bytearray(700 << 20)'",
+            "sleep 60",
+            "ls /sys/class/net",
+            "cat /tests/test.sh",
+        ):
+            results.append(await take_turn(environment, bash(command)))
+        memory, slept, network, tests = [str(each.observation) for each in results]
+    finally:
+        await environment.close()
     assert "want of memory" in memory
     assert "stopped after 5 seconds" in slept
     assert "lo\n" in network.replace("\\n", "\n") and "eth0" not in network

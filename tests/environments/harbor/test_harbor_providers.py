@@ -54,7 +54,7 @@ def provider(name, harbor_python, task_folder, tmp_path, monkeypatch):
     found.close()
 
 
-def test_commands_files_and_their_bounds(provider, tmp_path):
+async def test_commands_files_and_their_bounds(provider, tmp_path):
     folder = tmp_path / "environment"
     folder.mkdir()
 
@@ -63,53 +63,48 @@ def test_commands_files_and_their_bounds(provider, tmp_path):
         settings |= {"environment": {"COLOUR": "green"}} | more
         return await ProviderSandbox.start(provider, folder, TABLE, **settings)
 
-    async def kit():
-        sandbox, other = await asyncio.gather(one(), one())
-        ran = await sandbox.run("pwd; echo $COLOUR; echo bad >&2; exit 3", timeout_s=30)
-        assert (ran.output, ran.exit_code) == ("/srv\ngreen\nbad\n", 3)
-        quoted = await sandbox.run("""printf '%s|' "it's" '$HOME' "a\\\\b" 'ü'""", timeout_s=30)
-        assert quoted.output == "it's|$HOME|a\\b|ü|"
-        assert (await sandbox.run("cat; echo end", timeout_s=30)).output == "end\n"
-        slept = await sandbox.run("echo a; sleep 60; echo b", timeout_s=2)
-        assert slept.timed_out and slept.exit_code is None and slept.output == "a\n"
-        # It is no deadline that a command tells of itself.
-        assert (await sandbox.run("exit 124", timeout_s=30)).exit_code == 124
-        flood = await sandbox.run("yes", timeout_s=120, max_chars=100)
-        assert flood.flooded and flood.num_dropped > 1 << 20 and len(flood.output) < 300
-        assert (await sandbox.run("'" * 60_000, timeout_s=30)).exit_code == 126
+    sandbox, other = await asyncio.gather(one(), one())
+    ran = await sandbox.run("pwd; echo $COLOUR; echo bad >&2; exit 3", timeout_s=30)
+    assert (ran.output, ran.exit_code) == ("/srv\ngreen\nbad\n", 3)
+    quoted = await sandbox.run("""printf '%s|' "it's" '$HOME' "a\\\\b" 'ü'""", timeout_s=30)
+    assert quoted.output == "it's|$HOME|a\\b|ü|"
+    assert (await sandbox.run("cat; echo end", timeout_s=30)).output == "end\n"
+    slept = await sandbox.run("echo a; sleep 60; echo b", timeout_s=2)
+    assert slept.timed_out and slept.exit_code is None and slept.output == "a\n"
+    # It is no deadline that a command tells of itself.
+    assert (await sandbox.run("exit 124", timeout_s=30)).exit_code == 124
+    flood = await sandbox.run("yes", timeout_s=120, max_chars=100)
+    assert flood.flooded and flood.num_dropped > 1 << 20 and len(flood.output) < 300
+    assert (await sandbox.run("'" * 60_000, timeout_s=30)).exit_code == 126
 
-        content = bytes(range(256)) * 300
-        await sandbox.run("mkdir d; printf 12345 > d/five; ln -s five d/link", timeout_s=30)
-        assert await sandbox.get("/srv/d/five", 5) == b"12345"
-        for path, limit in (("d/five", 4), ("d/link", 9), ("d", 9), ("none", 9)):
-            assert await sandbox.get(f"/srv/{path}", limit) is None, path
-        await sandbox.run("mkdir '/opt/new folder'", timeout_s=30)
-        await sandbox.put(_archive({"deep/er/bytes": content}), "/opt/new folder")
-        assert await sandbox.get("/opt/new folder/deep/er/bytes", 1 << 20) == content
-        wrote = await sandbox.script(
-            'printf %s "$1$X"', "a b", timeout_s=30, environment={"X": "!"}
-        )
-        assert (wrote.output, wrote.exit_code) == (b"a b!", 0)
+    content = bytes(range(256)) * 300
+    await sandbox.run("mkdir d; printf 12345 > d/five; ln -s five d/link", timeout_s=30)
+    assert await sandbox.get("/srv/d/five", 5) == b"12345"
+    for path, limit in (("d/five", 4), ("d/link", 9), ("d", 9), ("none", 9)):
+        assert await sandbox.get(f"/srv/{path}", limit) is None, path
+    await sandbox.run("mkdir '/opt/new folder'", timeout_s=30)
+    await sandbox.put(_archive({"deep/er/bytes": content}), "/opt/new folder")
+    assert await sandbox.get("/opt/new folder/deep/er/bytes", 1 << 20) == content
+    wrote = await sandbox.script('printf %s "$1$X"', "a b", timeout_s=30, environment={"X": "!"})
+    assert (wrote.output, wrote.exit_code) == (b"a b!", 0)
 
-        # Of the work, the artifacts alone come to another sandbox.
-        await sandbox.run(
-            "mkdir -p out/in; echo 1 > out/in/a; ln -s in/a out/good; ln -s /tests out/bad; "
-            "mkfifo out/pipe; echo 2 > not",
-            timeout_s=30,
-        )
-        left_out = await sandbox.carry_folders(other, ["/srv/out", "/srv/missing"])
-        assert sorted(each.partition(":")[0] for each in left_out) == [
-            "/srv/out/bad",
-            "/srv/out/pipe",
-        ]
-        found = await other.run("cat out/good; ls out; ls", timeout_s=30)
-        assert found.output == "1\ngood\nin\nout\n"
-        for each in (sandbox, other, other):
-            await each.end()
-        with pytest.raises(EnvError):
-            await other.run("true", timeout_s=30)
-
-    asyncio.run(kit())
+    # Of the work, the artifacts alone come to another sandbox.
+    await sandbox.run(
+        "mkdir -p out/in; echo 1 > out/in/a; ln -s in/a out/good; ln -s /tests out/bad; "
+        "mkfifo out/pipe; echo 2 > not",
+        timeout_s=30,
+    )
+    left_out = await sandbox.carry_folders(other, ["/srv/out", "/srv/missing"])
+    assert sorted(each.partition(":")[0] for each in left_out) == [
+        "/srv/out/bad",
+        "/srv/out/pipe",
+    ]
+    found = await other.run("cat out/good; ls out; ls", timeout_s=30)
+    assert found.output == "1\ngood\nin\nout\n"
+    for each in (sandbox, other, other):
+        await each.end()
+    with pytest.raises(EnvError):
+        await other.run("true", timeout_s=30)
 
 
 def test_episodes(provider, name, harbor_python, tmp_path):

@@ -33,7 +33,7 @@ SLOW_HONEST = r"(\sin x+\cos x)^{12}"
 @pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.parametrize("num_clients", [1, 2])
-def test_bombs_cost_no_honest_episode(num_clients):
+async def test_bombs_cost_no_honest_episode(num_clients):
     task = Task("t", "(x+1)^2=?", reference="x^2+2x+1")
     honest = ["(x+1)^2", "1+2x+x^2", "(x+1)(x+1)", "x(x+2)+1"]
 
@@ -46,7 +46,7 @@ def test_bombs_cost_no_honest_episode(num_clients):
         finally:
             await session.close()
 
-    async def run(url: str) -> tuple[list[float | str], list[float | str]]:
+    with running(["math"]) as (url, _):
         async with env_client.connect(url) as attacker, env_client.connect(url) as other:
             client = attacker if num_clients == 1 else other
             calls = []
@@ -56,10 +56,7 @@ def test_bombs_cost_no_honest_episode(num_clients):
             if num_clients == 2:  # one client's own slow answers wait for each other
                 calls += [play(attacker, BOMBS[-1]), play(client, SLOW_HONEST, SLOW_TASK)]
             results = await asyncio.gather(*calls)
-        return results[::2], results[1::2]
-
-    with running(["math"]) as (url, _):
-        bombs, answers = asyncio.run(run(url))
+        bombs, answers = results[::2], results[1::2]
     print({str(each)[-60:]: bombs.count(each) for each in bombs})
     assert answers == [1.0] * len(answers)
     assert all(isinstance(each, str) or each == 0.0 for each in bombs)

@@ -529,17 +529,13 @@ def test_a_calculation_and_an_answer():
     assert last.metrics["tool_calls"] == 1.0
 
 
-def test_an_episode_cut_at_a_calculation_has_no_right_answer():
-    async def run():
-        env = make("math", tools=True, format_weight=0.5)
-        await env.reset(task=ADDITION)
-        cut = await env.step(calculator("17+25"), last=True)
-        await env.reset(task=ADDITION)
-        answered = await env.step("#### 42", last=True)
-        await env.close()
-        return cut, answered
-
-    cut, answered = asyncio.run(run())
+async def test_an_episode_cut_at_a_calculation_has_no_right_answer():
+    env = make("math", tools=True, format_weight=0.5)
+    await env.reset(task=ADDITION)
+    cut = await env.step(calculator("17+25"), last=True)
+    await env.reset(task=ADDITION)
+    answered = await env.step("#### 42", last=True)
+    await env.close()
     assert (cut.terminated, cut.truncated, cut.reward) == (False, True, 0.0)
     assert cut.reward_components == {"correct": 0.0, "format": 0.0}
     assert (answered.terminated, answered.truncated, answered.reward) == (True, False, 1.5)

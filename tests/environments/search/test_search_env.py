@@ -129,20 +129,17 @@ def test_turns_without_an_action_are_told_and_cost_format():
     assert (results[3].reward, results[3].reward_components["format"]) == (0.0, 0.5)
 
 
-def test_an_episode_without_an_answer_is_truncated_and_keeps_its_other_components():
-    async def run() -> StepResult:
-        async with connect() as client:
-            session = await client.session(
-                "search",
-                split="train",
-                index=OSMERE,
-                config={"dialect": "tags", "weights": {"em": 1.0, "retrieval": 0.5}},
-            )
-            action = Action(think("<search>Osmere burnt</search>"))
-            return await session.step(action, timeout_s=60, last=True)
-
+async def test_an_episode_without_an_answer_is_truncated_and_keeps_its_other_components():
     resolve("search")
-    ended = asyncio.run(run())
+    async with connect() as client:
+        session = await client.session(
+            "search",
+            split="train",
+            index=OSMERE,
+            config={"dialect": "tags", "weights": {"em": 1.0, "retrieval": 0.5}},
+        )
+        action = Action(think("<search>Osmere burnt</search>"))
+        ended = await session.step(action, timeout_s=60, last=True)
     assert ended.truncated and not ended.terminated
     assert ended.reward == 0.5 and ended.reward_components["em"] == 0.0
     assert ended.info["answer"] is None
@@ -301,7 +298,9 @@ def test_a_task_without_a_reference_is_refused(reference):
         play([], task=Task("t", "q?", reference=reference))
 
 
-def test_an_oracle_over_http_is_right_wherever_the_passage_was_found(data_dir, serve_environments):
+async def test_an_oracle_over_http_is_right_wherever_the_passage_was_found(
+    data_dir, serve_environments
+):
     """64 sessions at a time in the tag dialect, on SQuAD's paragraphs."""
     source = str(data_dir / "squad" / "dev-v2.0-five-articles.json")
     config: dict[str, Any] = {
@@ -324,12 +323,9 @@ def test_an_oracle_over_http_is_right_wherever_the_passage_was_found(data_dir, s
         assert ended.reward_components["retrieval"] == float(read)
         return ended.reward_components
 
-    async def run(url: str) -> list[dict[str, float]]:
-        async with connect(url) as client:
-            return await asyncio.gather(*(play_one(client, 11 * i) for i in range(64)))
-
     with serve_environments(["search"]) as (url, _):
-        played = asyncio.run(run(url))
+        async with connect(url) as client:
+            played = await asyncio.gather(*(play_one(client, 11 * i) for i in range(64)))
     tasks.shared.retriever.close()
     found = [each["em"] for each in played if each["retrieval"]]
     assert len(found) > 55 and set(found) == {1.0}

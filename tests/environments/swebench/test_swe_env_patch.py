@@ -119,13 +119,10 @@ def test_packs_that_git_would_keep_are_scrubbed_too(fixture_dir, engine, mark):
             engine.images.remove(tag)
 
 
-def test_an_image_without_a_repository_is_refused(fixture_dir):
-    async def play():
-        source = await images.resolve("agentrl/swebench-fixture-base:1")
-        with pytest.raises(EnvError, match="can't be scrubbed"):
-            await images.scrubbed(source)
-
-    asyncio.run(play())
+async def test_an_image_without_a_repository_is_refused(fixture_dir):
+    source = await images.resolve("agentrl/swebench-fixture-base:1")
+    with pytest.raises(EnvError, match="can't be scrubbed"):
+        await images.scrubbed(source)
 
 
 def test_an_extracted_patch_is_the_change_and_applies(fixture_dir, tmp_path):
@@ -322,24 +319,18 @@ def test_pulling_names_what_is_missing(fixture_dir, engine):
         images.pull(engine, ["agentrl/no-such-image:0"], min_free_bytes=1 << 60)
 
 
-def test_an_image_that_was_removed_is_noticed(fixture_dir, engine):
-    async def play():
-        container = engine.containers.create(IMAGE, ["true"])
-        source = container.commit("agentrl/removed", "1", message=os.urandom(4).hex())
-        container.remove()
-        made = await images.scrubbed(source.id)
-        assert await images.present(made)
-        engine.images.remove(made.image_id, force=True)
-        engine.images.remove(source.id, force=True)
-        assert not await images.present(made)
-
-    asyncio.run(play())
+async def test_an_image_that_was_removed_is_noticed(fixture_dir, engine):
+    container = engine.containers.create(IMAGE, ["true"])
+    source = container.commit("agentrl/removed", "1", message=os.urandom(4).hex())
+    container.remove()
+    made = await images.scrubbed(source.id)
+    assert await images.present(made)
+    engine.images.remove(made.image_id, force=True)
+    engine.images.remove(source.id, force=True)
+    assert not await images.present(made)
 
 
-def test_a_short_disk_refuses_containers(engine):
-    async def play():
-        await images.check_disk(1)
-        with pytest.raises(EnvError, match="too little for another"):
-            await images.check_disk(1 << 60)
-
-    asyncio.run(play())
+async def test_a_short_disk_refuses_containers(engine):
+    await images.check_disk(1)
+    with pytest.raises(EnvError, match="too little for another"):
+        await images.check_disk(1 << 60)

@@ -231,7 +231,7 @@ def test_full_disk_masks(private_engine, fixture_instances, monkeypatch):
     assert (verdict.outcome, verdict.resolved, verdict.reward) == ("infrastructure", None, None)
 
 
-def test_a_fix_is_submitted_from_a_full_disk(
+async def test_a_fix_is_submitted_from_a_full_disk(
     private_engine, fixture_instances, monkeypatch, tmp_path
 ):
     """A neighbour filled the disk before the agent submits."""
@@ -239,48 +239,42 @@ def test_a_fix_is_submitted_from_a_full_disk(
     monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path))
     ballast = private_engine.data / "ballast"
 
-    async def scenario():
-        source = await images.resolve(fixture_instances[SPANS].image)
-        made = await images.scrubbed(source)
-        container = await InstanceContainer.start(made.image_id, run_id="full")
-        try:
-            fix = "sed -i 's/start </start <=/' spans/core.py; chmod 000 setup.py"
-            await container.run(fix, timeout_s=30)
-            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(1 << 20))
-            full = await container.run("seq 100000 > more.txt", timeout_s=30)
-            assert "No space left" in full.output
-            return await extract(container, made.base)
-        finally:
-            ballast.unlink(missing_ok=True)
-            await container.remove()
-
-    extracted = asyncio.run(scenario())
+    source = await images.resolve(fixture_instances[SPANS].image)
+    made = await images.scrubbed(source)
+    container = await InstanceContainer.start(made.image_id, run_id="full")
+    try:
+        fix = "sed -i 's/start </start <=/' spans/core.py; chmod 000 setup.py"
+        await container.run(fix, timeout_s=30)
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        full = await container.run("seq 100000 > more.txt", timeout_s=30)
+        assert "No space left" in full.output
+        extracted = await extract(container, made.base)
+    finally:
+        ballast.unlink(missing_ok=True)
+        await container.remove()
     assert extracted.problem == "" and "start <= merged" in extracted.patch
 
 
-def test_an_agent_fills_its_own_quota_and_is_graded(
+async def test_an_agent_fills_its_own_quota_and_is_graded(
     engine_on_btrfs, fixture_instances, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("DOCKER_HOST", engine_on_btrfs.host)
     monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path))
 
-    async def scenario():
-        source = await images.resolve(fixture_instances[SPANS].image)
-        made = await images.scrubbed(source)
-        about = await current_engine().call(lambda client: client.images.get(made.image_id).attrs)
-        disk_mb = (about["Size"] >> 20) + 100  # on btrfs the image counts
-        container = await InstanceContainer.start(made.image_id, run_id="quota", disk_mb=disk_mb)
-        try:
-            await container.run("sed -i 's/start </start <=/' spans/core.py", timeout_s=30)
-            full = await container.run("head -c 400M /dev/zero > /ballast", timeout_s=300)
-            free = shutil.disk_usage(engine_on_btrfs.data).free
-            return full.output, free, await extract(container, made.base)
-        finally:
-            await container.remove()
-
-    output, free, extracted = asyncio.run(scenario())
+    source = await images.resolve(fixture_instances[SPANS].image)
+    made = await images.scrubbed(source)
+    about = await current_engine().call(lambda client: client.images.get(made.image_id).attrs)
+    disk_mb = (about["Size"] >> 20) + 100  # on btrfs the image counts
+    container = await InstanceContainer.start(made.image_id, run_id="quota", disk_mb=disk_mb)
+    try:
+        await container.run("sed -i 's/start </start <=/' spans/core.py", timeout_s=30)
+        full = await container.run("head -c 400M /dev/zero > /ballast", timeout_s=300)
+        free = shutil.disk_usage(engine_on_btrfs.data).free
+        output, free, extracted = full.output, free, await extract(container, made.base)
+    finally:
+        await container.remove()
     assert "quota exceeded" in output
     assert free > 400 << 20, "the neighbours' disk is not full"
     assert extracted.problem == "" and "start <= merged" in extracted.patch
@@ -327,7 +321,7 @@ def restart(private):
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
-def test_trouble_in_an_episode_is_no_reward_of_0(
+async def test_trouble_in_an_episode_is_no_reward_of_0(
     private_engine, fixture_dir, fixture_instances, monkeypatch, tmp_path, what, act
 ):
     """The agent fixes the bug, and what happens meanwhile is nothing that it did."""
@@ -381,14 +375,11 @@ def test_trouble_in_an_episode_is_no_reward_of_0(
             else:
                 disturbance.cancel()
 
-    async def played():
-        client = connect()
-        try:
-            return await episode(client)
-        finally:
-            await client.aclose()
-
-    outcome = asyncio.run(played())
+    client = connect()
+    try:
+        outcome = await episode(client)
+    finally:
+        await client.aclose()
     until = time.monotonic() + 20
     while left := {*private_engine.docker("ps", "-aq").stdout.split()} - before:
         if time.monotonic() > until:

@@ -138,8 +138,9 @@ def test_a_value_is_off_by_a_sixteenth_at_most():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(python_of_vllm() is None, reason="AGENTRL_VLLM_PYTHON is not set")
-def test_a_real_vllm_rounds_every_update(tmp_path):
-    async def main(url: str) -> list[float]:
+async def test_a_real_vllm_rounds_every_update(tmp_path):
+    flags = ("--quantization", "fp8_per_channel")
+    with vllm_server(MODEL, tmp_path, dtype="bfloat16", flags=flags) as url:
         model, errors = policy(), []
         async with aclosing(syncing(url, tmp_path / "weights")) as sync, make_client() as http:
             control = VLLMControl(http, url, timeout_s=60)
@@ -159,10 +160,5 @@ def test_a_real_vllm_rounds_every_update(tmp_path):
             await control.post("/start_weight_update")
             with pytest.raises(WeightSyncError, match="one of its tensors is missing"):
                 await control.post("/update_weights", {"update_info": {"path": str(lacking)}})
-        return errors
-
-    flags = ("--quantization", "fp8_per_channel")
-    with vllm_server(MODEL, tmp_path, dtype="bfloat16", flags=flags) as url:
-        errors = asyncio.run(main(url))
     print(f"\nmean differences of the probe {[round(each, 4) for each in errors]}")
     assert max(errors) < 0.04

@@ -166,201 +166,178 @@ def test_a_fresh_server_labels_its_weights_with_a_word(server):
 
 
 @pytest.mark.promise
-def test_every_pushed_version_is_what_the_server_computes(server, model, sync):
-    async def main():
-        for version in range(1, 6):
-            perturb(model, seed=version, scale=0.01)
-            metrics = await sync.push(model, version)
-            if server.dtype == torch.float32:
-                assert metrics["sync/probe_logprob_diff_max"] < 1e-4
-            label = (await one_token(server.url)).spans[0][0]
-            assert label == str(version)
-        await sync.aclose()
-
-    asyncio.run(main())
+async def test_every_pushed_version_is_what_the_server_computes(server, model, sync):
+    for version in range(1, 6):
+        perturb(model, seed=version, scale=0.01)
+        metrics = await sync.push(model, version)
+        if server.dtype == torch.float32:
+            assert metrics["sync/probe_logprob_diff_max"] < 1e-4
+        label = (await one_token(server.url)).spans[0][0]
+        assert label == str(version)
+    await sync.aclose()
 
 
-def test_vllms_own_reload_updates_half_of_a_tied_model_and_the_probe_sees_it(
+async def test_vllms_own_reload_updates_half_of_a_tied_model_and_the_probe_sees_it(
     server, model, sync, tmp_path
 ):
     """The reason for the probe, and for packing the head again in our backend."""
     if server.dtype != torch.float32:
         pytest.skip("vLLM keeps packed copies of float32 matrices only, on this CPU")
 
-    async def main():
-        perturb(model, seed=11, scale=0.05)
-        shutil.copytree(MODEL, tmp_path / "model")
-        model.save_pretrained(tmp_path / "model")
-        expected = trainer_logprobs(model, PROBE_IDS, version=1, temperature=TEMPERATURE)
-        async with make_client() as http:
-            control = VLLMControl(http, server.url, timeout_s=60)
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": f"{tmp_path}/model"}}
-            await control.post("/pause?mode=keep")
-            await control.post("/collective_rpc", reload)  # answers 200
-            await control.post("/resume")
-            naive = await probe(control, "policy", expected)
-            await sync.push(model, 1)
-            ours = await probe(control, "policy", expected)
-            print(f"reload: {naive.prompt_diff:.3g}, ours: {ours.prompt_diff:.3g}")
-            assert naive.error > 100 * server.tolerance
-            assert ours.error < server.tolerance
-        await sync.aclose()
-
-    asyncio.run(main())
+    perturb(model, seed=11, scale=0.05)
+    shutil.copytree(MODEL, tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    expected = trainer_logprobs(model, PROBE_IDS, version=1, temperature=TEMPERATURE)
+    async with make_client() as http:
+        control = VLLMControl(http, server.url, timeout_s=60)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": f"{tmp_path}/model"}}
+        await control.post("/pause?mode=keep")
+        await control.post("/collective_rpc", reload)  # answers 200
+        await control.post("/resume")
+        naive = await probe(control, "policy", expected)
+        await sync.push(model, 1)
+        ours = await probe(control, "policy", expected)
+        print(f"reload: {naive.prompt_diff:.3g}, ours: {ours.prompt_diff:.3g}")
+        assert naive.error > 100 * server.tolerance
+        assert ours.error < server.tolerance
+    await sync.aclose()
 
 
-def test_sequences_in_flight_go_on_under_the_new_weights(server, model, sync):
+async def test_sequences_in_flight_go_on_under_the_new_weights(server, model, sync):
     """`keep`: each token's log-prob is that of a recomputation under the version it is labelled."""
 
-    async def main():
-        await sync.push(model, 1)
-        models = {"1": copy.deepcopy(model)}
-        perturb(model, seed=21, scale=0.02)
-        models["2"] = model
-        async with make_client() as http:
-            rows = prompts(4)
-            tasks = await in_flight(http, server.url, rows)
-            await sync.push(model, 2)
-            sequences = await asyncio.gather(*tasks)
-        differences, wrong = [], []
-        for row, sequence in zip(rows, sequences, strict=True):
-            assert [span[0] for span in sequence.spans] == ["1", "2"], "no update in between"
-            assert [sequence.spans[0][1], sequence.spans[1][2]] == [0, LONG]
-            assert sequence.spans[0][2] == sequence.spans[1][1]
-            got = torch.tensor(sequence.logprobs)
-            old, new = (recomputed(models[v], row, sequence.token_ids) for v in ("1", "2"))
-            switch = sequence.spans[1][1]
-            assert 0 < switch < LONG
-            differences += [(got - old).abs()[:switch], (got - new).abs()[switch:]]
-            wrong += [(got - old).abs()[switch:]]
-        every = torch.cat(differences)
-        print(f"\n{server.dtype}, keep: {exactness(every)}")
-        assert every.mean() < 0.01 * torch.cat(wrong).mean(), "the labels mean nothing"
-        assert every.max() < server.parity
-        await sync.aclose()
-
-    asyncio.run(main())
+    await sync.push(model, 1)
+    models = {"1": copy.deepcopy(model)}
+    perturb(model, seed=21, scale=0.02)
+    models["2"] = model
+    async with make_client() as http:
+        rows = prompts(4)
+        tasks = await in_flight(http, server.url, rows)
+        await sync.push(model, 2)
+        sequences = await asyncio.gather(*tasks)
+    differences, wrong = [], []
+    for row, sequence in zip(rows, sequences, strict=True):
+        assert [span[0] for span in sequence.spans] == ["1", "2"], "no update in between"
+        assert [sequence.spans[0][1], sequence.spans[1][2]] == [0, LONG]
+        assert sequence.spans[0][2] == sequence.spans[1][1]
+        got = torch.tensor(sequence.logprobs)
+        old, new = (recomputed(models[v], row, sequence.token_ids) for v in ("1", "2"))
+        switch = sequence.spans[1][1]
+        assert 0 < switch < LONG
+        differences += [(got - old).abs()[:switch], (got - new).abs()[switch:]]
+        wrong += [(got - old).abs()[switch:]]
+    every = torch.cat(differences)
+    print(f"\n{server.dtype}, keep: {exactness(every)}")
+    assert every.mean() < 0.01 * torch.cat(wrong).mean(), "the labels mean nothing"
+    assert every.max() < server.parity
+    await sync.aclose()
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_wait_lets_sequences_end_and_abort_cuts_them(server, model, sync, mode):
-    async def main():
-        await sync.push(model, 1)
-        old = copy.deepcopy(model)
-        perturb(model, seed=23, scale=0.02)
-        sync._on_update = mode
-        rows = prompts(4)
-        async with make_client() as http:
-            tasks = await in_flight(http, server.url, rows)
-            await sync.push(model, 2)
-            sequences = await asyncio.gather(*tasks)
-            after = await generate(http, server.url, rows[0], 8)
-        differences = []
-        for row, sequence in zip(rows, sequences, strict=True):
-            assert [span[0] for span in sequence.spans] == ["1"]
-            if mode == "wait":
-                assert sequence.finish_reason == "length"
-                assert len(sequence.token_ids) == LONG
-            else:
-                assert sequence.finish_reason == "abort"
-                assert 0 < len(sequence.token_ids) < LONG
-            expected = recomputed(old, row, sequence.token_ids)
-            differences.append((torch.tensor(sequence.logprobs) - expected).abs())
-        assert [span[0] for span in after.spans] == ["2"]
-        expected = recomputed(model, rows[0], after.token_ids)
-        differences.append((torch.tensor(after.logprobs) - expected).abs())
-        print(f"\n{server.dtype}, {mode}: {exactness(torch.cat(differences))}")
-        assert torch.cat(differences).max() < server.parity
-        await sync.aclose()
-
-    asyncio.run(main())
+async def test_wait_lets_sequences_end_and_abort_cuts_them(server, model, sync, mode):
+    await sync.push(model, 1)
+    old = copy.deepcopy(model)
+    perturb(model, seed=23, scale=0.02)
+    sync._on_update = mode
+    rows = prompts(4)
+    async with make_client() as http:
+        tasks = await in_flight(http, server.url, rows)
+        await sync.push(model, 2)
+        sequences = await asyncio.gather(*tasks)
+        after = await generate(http, server.url, rows[0], 8)
+    differences = []
+    for row, sequence in zip(rows, sequences, strict=True):
+        assert [span[0] for span in sequence.spans] == ["1"]
+        if mode == "wait":
+            assert sequence.finish_reason == "length"
+            assert len(sequence.token_ids) == LONG
+        else:
+            assert sequence.finish_reason == "abort"
+            assert 0 < len(sequence.token_ids) < LONG
+        expected = recomputed(old, row, sequence.token_ids)
+        differences.append((torch.tensor(sequence.logprobs) - expected).abs())
+    assert [span[0] for span in after.spans] == ["2"]
+    expected = recomputed(model, rows[0], after.token_ids)
+    differences.append((torch.tensor(after.logprobs) - expected).abs())
+    print(f"\n{server.dtype}, {mode}: {exactness(torch.cat(differences))}")
+    assert torch.cat(differences).max() < server.parity
+    await sync.aclose()
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_no_prefix_of_the_old_weights_is_used(server, model, sync, mode):
-    async def main():
-        sync._on_update = mode
-        prompt = prompts(1)[0] * 20
-        async with make_client() as http:
-            await generate(http, server.url, prompt, 1)
-            before = await prefix_hits(http, server.url)
-            await generate(http, server.url, prompt, 1)
-            cached = await prefix_hits(http, server.url)
-            assert cached > before, "the cache never hits, so this test shows nothing"
-            perturb(model, seed=31, scale=0.02)
-            await sync.push(model, 1)
-            pushed = await prefix_hits(http, server.url)
-            sequence = await generate(http, server.url, prompt, 1)
-            assert await prefix_hits(http, server.url) == pushed == cached
-        expected = recomputed(model, prompt, sequence.token_ids)
-        assert abs(sequence.logprobs[0] - expected.item()) < server.tolerance
-        await sync.aclose()
-
-    asyncio.run(main())
-
-
-def test_files_that_do_not_fit_change_nothing(server, model, sync, tmp_path):
-    async def main():
+async def test_no_prefix_of_the_old_weights_is_used(server, model, sync, mode):
+    sync._on_update = mode
+    prompt = prompts(1)[0] * 20
+    async with make_client() as http:
+        await generate(http, server.url, prompt, 1)
+        before = await prefix_hits(http, server.url)
+        await generate(http, server.url, prompt, 1)
+        cached = await prefix_hits(http, server.url)
+        assert cached > before, "the cache never hits, so this test shows nothing"
+        perturb(model, seed=31, scale=0.02)
         await sync.push(model, 1)
-        old = trainer_logprobs(model, PROBE_IDS, version=1, temperature=TEMPERATURE)
-        perturb(model, seed=41)
-        directory = tmp_path / "spoilt"
-        directory.mkdir()
-        write_weights(model, weights_path(directory, 2))
-        good = load_file(weights_path(directory, 2))
-        key = "model.layers.1.self_attn.k_proj.weight"
-        lacking = {name: tensor for name, tensor in good.items() if name != key}
-        headless = {n: t for n, t in good.items() if n != "model.embed_tokens.weight"}
-        cases = {
-            "is missing": lacking,
-            "lacks 2 parameters: model.embed_tokens.weight": headless,
-            "no module or parameter named 'surplus'": good | {"surplus.weight": torch.zeros(2)},
-            r"shape \(32, 128\) does not fit .*qkv_proj": good | {key: torch.zeros(32, 128)},
-            r"shape \(300, 128\) does not fit .*embed": good
-            | {"model.embed_tokens.weight": torch.zeros(300, 128)},
-        }
-        async with make_client() as http:
-            control = VLLMControl(http, server.url, timeout_s=60)
-
-            async def refused(path, reason):
-                with pytest.raises(WeightSyncError, match=reason):
-                    transfer = OneFile(path, directory)
-                    await transfer.connect(control)
-                    await control.update(
-                        lambda: transfer.send(control), version=2, on_update="keep"
-                    )
-                result = await probe(control, "policy", old)
-                assert result.error < server.tolerance and result.label == "1", reason
-
-            for reason, tensors in cases.items():
-                save_file(tensors, directory / "case.safetensors")
-                await refused(directory / "case.safetensors", reason)
-            whole = weights_path(directory, 2).read_bytes()
-            (directory / "cut.safetensors").write_bytes(whole[:-64])
-            await refused(directory / "cut.safetensors", "not a complete safetensors file")
-            await refused(MODEL / "model.safetensors", "is not in the weight directory")
-            (directory / "link.safetensors").symlink_to(MODEL / "model.safetensors")
-            await refused(directory / "link.safetensors", "is not in the weight directory")
-            with pytest.raises(WeightSyncError, match="share it with the trainer"):
-                await control.post(
-                    "/init_weight_transfer_engine", {"init_info": {"directory": "/not/there"}}
-                )
-        await sync.push(model, 2)
-        await sync.aclose()
-
-    asyncio.run(main())
+        pushed = await prefix_hits(http, server.url)
+        sequence = await generate(http, server.url, prompt, 1)
+        assert await prefix_hits(http, server.url) == pushed == cached
+    expected = recomputed(model, prompt, sequence.token_ids)
+    assert abs(sequence.logprobs[0] - expected.item()) < server.tolerance
+    await sync.aclose()
 
 
-def test_an_update_left_open_by_a_killed_trainer_is_no_obstacle(server, model, sync):
-    async def main():
-        await sync.push(model, 1)
-        async with make_client() as http:
-            control = VLLMControl(http, server.url, timeout_s=60)
-            await control.post("/pause?mode=keep")
-            await control.post("/start_weight_update")
-        perturb(model, seed=51, scale=0.01)
-        await sync.push(model, 2)
-        assert (await one_token(server.url)).spans[0][0] == "2"
-        await sync.aclose()
+async def test_files_that_do_not_fit_change_nothing(server, model, sync, tmp_path):
+    await sync.push(model, 1)
+    old = trainer_logprobs(model, PROBE_IDS, version=1, temperature=TEMPERATURE)
+    perturb(model, seed=41)
+    directory = tmp_path / "spoilt"
+    directory.mkdir()
+    write_weights(model, weights_path(directory, 2))
+    good = load_file(weights_path(directory, 2))
+    key = "model.layers.1.self_attn.k_proj.weight"
+    lacking = {name: tensor for name, tensor in good.items() if name != key}
+    headless = {n: t for n, t in good.items() if n != "model.embed_tokens.weight"}
+    cases = {
+        "is missing": lacking,
+        "lacks 2 parameters: model.embed_tokens.weight": headless,
+        "no module or parameter named 'surplus'": good | {"surplus.weight": torch.zeros(2)},
+        r"shape \(32, 128\) does not fit .*qkv_proj": good | {key: torch.zeros(32, 128)},
+        r"shape \(300, 128\) does not fit .*embed": good
+        | {"model.embed_tokens.weight": torch.zeros(300, 128)},
+    }
+    async with make_client() as http:
+        control = VLLMControl(http, server.url, timeout_s=60)
 
-    asyncio.run(main())
+        async def refused(path, reason):
+            with pytest.raises(WeightSyncError, match=reason):
+                transfer = OneFile(path, directory)
+                await transfer.connect(control)
+                await control.update(lambda: transfer.send(control), version=2, on_update="keep")
+            result = await probe(control, "policy", old)
+            assert result.error < server.tolerance and result.label == "1", reason
+
+        for reason, tensors in cases.items():
+            save_file(tensors, directory / "case.safetensors")
+            await refused(directory / "case.safetensors", reason)
+        whole = weights_path(directory, 2).read_bytes()
+        (directory / "cut.safetensors").write_bytes(whole[:-64])
+        await refused(directory / "cut.safetensors", "not a complete safetensors file")
+        await refused(MODEL / "model.safetensors", "is not in the weight directory")
+        (directory / "link.safetensors").symlink_to(MODEL / "model.safetensors")
+        await refused(directory / "link.safetensors", "is not in the weight directory")
+        with pytest.raises(WeightSyncError, match="share it with the trainer"):
+            await control.post(
+                "/init_weight_transfer_engine", {"init_info": {"directory": "/not/there"}}
+            )
+    await sync.push(model, 2)
+    await sync.aclose()
+
+
+async def test_an_update_left_open_by_a_killed_trainer_is_no_obstacle(server, model, sync):
+    await sync.push(model, 1)
+    async with make_client() as http:
+        control = VLLMControl(http, server.url, timeout_s=60)
+        await control.post("/pause?mode=keep")
+        await control.post("/start_weight_update")
+    perturb(model, seed=51, scale=0.01)
+    await sync.push(model, 2)
+    assert (await one_token(server.url)).spans[0][0] == "2"
+    await sync.aclose()

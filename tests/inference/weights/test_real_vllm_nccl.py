@@ -61,14 +61,14 @@ async def sampled_versions(engine: VLLMEngine, number: int) -> list[int]:
     return generation.versions
 
 
-def test_updates_with_sequences_in_flight(library, tmp_path):
+async def test_updates_with_sequences_in_flight(library, tmp_path):
     model = untied_model()
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(QUICKSTART).save_pretrained(tmp_path / "model")
     write_vllm_plugin(tmp_path / "plugin")
     environment = {"VLLM_NCCL_SO_PATH": str(library)}
 
-    async def main(url: str) -> None:
+    with vllm_server(tmp_path / "model", tmp_path, backend="nccl", environment=environment) as url:
         transfer = NCCLTransfer(Library(str(library)))
         sync = ServerWeightSync(
             [url],
@@ -119,6 +119,3 @@ def test_updates_with_sequences_in_flight(library, tmp_path):
         await engine.aclose()
         async with make_client(url) as http:
             assert (await http.get("/weight_info")).json()["weight_version"] == "8"
-
-    with vllm_server(tmp_path / "model", tmp_path, backend="nccl", environment=environment) as url:
-        asyncio.run(main(url))

@@ -191,50 +191,47 @@ FAULTS = (
 @pytest.mark.parametrize(
     "cycles", [pytest.param(12, id="12"), pytest.param(200, id="200", marks=pytest.mark.slow)]
 )
-def test_trainer_and_server_take_turns_whatever_fails(tmp_path, cycles):
+async def test_trainer_and_server_take_turns_whatever_fails(tmp_path, cycles):
     """No token comes from other weights than the policy's, and never both have the memory."""
     rng = random.Random(5)
     seen: dict[str, int] = {}
 
-    async def play() -> None:
-        model = tiny_model(seed=0)
-        async with one_card(tmp_path) as (card, launcher, serving_of):
-            server = launcher.servers[0]
-            await serving_of.push(model, 0)
-            for step in range(1, cycles + 1):
-                fault = rng.choice(FAULTS)
-                seen[fault] = seen.get(fault, 0) + 1
-                _, token_id, logprob = server.sample(PROBE_IDS, {"temperature": 0.7})
-                logits = model(torch.tensor([PROBE_IDS])).logits[0, -1] / 0.7
-                assert logprob == pytest.approx(logits.log_softmax(-1)[token_id].item(), abs=1e-4)
-                assert server.version == str(step - 1)
-
-                if fault == "dead before":
-                    server.die()
-                elif fault == "refuses to sleep":
-                    server.answer["/sleep"] = refusal
-                metrics = await serving_of.sleep(model)
-                server.answer.clear()
-                assert metrics["sync/not_asleep"] == (fault in ("dead before", "refuses to sleep"))
-                await asyncio.sleep(0.02)  # a launcher that is not held would start it now
-                card.take("trainer", AT_WORK)
-                perturb(model, step)
-                if fault == "dead asleep":
-                    server.die()
-                card.take("trainer", RESTING)
-                if fault.startswith("/"):
-                    server.dies_at = fault
-                metrics = await serving_of.push(model, step)
-                assert server.dies_at is None
-                assert metrics["sync/server_restarts"] == launcher.restarts
-            assert server.violations == []
-            assert card.peak <= card.total
-            assert launcher.restarts == sum(seen.values()) - seen["nothing"]
-
     async def refusal() -> web.Response:
         return error(500, "scripted")
 
-    asyncio.run(play())
+    model = tiny_model(seed=0)
+    async with one_card(tmp_path) as (card, launcher, serving_of):
+        server = launcher.servers[0]
+        await serving_of.push(model, 0)
+        for step in range(1, cycles + 1):
+            fault = rng.choice(FAULTS)
+            seen[fault] = seen.get(fault, 0) + 1
+            _, token_id, logprob = server.sample(PROBE_IDS, {"temperature": 0.7})
+            logits = model(torch.tensor([PROBE_IDS])).logits[0, -1] / 0.7
+            assert logprob == pytest.approx(logits.log_softmax(-1)[token_id].item(), abs=1e-4)
+            assert server.version == str(step - 1)
+
+            if fault == "dead before":
+                server.die()
+            elif fault == "refuses to sleep":
+                server.answer["/sleep"] = refusal
+            metrics = await serving_of.sleep(model)
+            server.answer.clear()
+            assert metrics["sync/not_asleep"] == (fault in ("dead before", "refuses to sleep"))
+            await asyncio.sleep(0.02)  # a launcher that is not held would start it now
+            card.take("trainer", AT_WORK)
+            perturb(model, step)
+            if fault == "dead asleep":
+                server.die()
+            card.take("trainer", RESTING)
+            if fault.startswith("/"):
+                server.dies_at = fault
+            metrics = await serving_of.push(model, step)
+            assert server.dies_at is None
+            assert metrics["sync/server_restarts"] == launcher.restarts
+        assert server.violations == []
+        assert card.peak <= card.total
+        assert launcher.restarts == sum(seen.values()) - seen["nothing"]
     print(seen)
 
 

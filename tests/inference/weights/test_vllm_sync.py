@@ -274,32 +274,29 @@ async def test_a_server_whose_engine_dies_does_not_hold_up_the_others(tmp_path, 
         pytest.param("/update_weights", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_that_hangs_holds_up_the_others_once(tmp_path, monkeypatch, route):
+async def test_a_server_that_hangs_holds_up_the_others_once(tmp_path, monkeypatch, route):
     monkeypatch.setattr(control_module, "RESUME_TIMEOUT_S", 0.1)
     monkeypatch.setattr(control_module, "ENGINE_TIMEOUT_S", 0.1)
 
-    async def main():
-        model, here, hangs, missed = tiny_model(), ControlServer(), ControlServer(), []
-        async with syncing(
-            FileTransfer(tmp_path), here, hangs, on_missed=missed.append, timeout_s=2.0
-        ) as sync:
-            await sync.push(model, 1)
-            # Its engine does; /health is answered.
-            hangs.answer = {key: hanging() for key in (route, "/resume", "/weight_info")}
-            for version, seconds in ((2, 5.0), (3, 1.0), (4, 1.0)):
-                perturb(model, seed=version)
-                metrics = await sync.push(model, version)
-                assert metrics["sync/servers_missed"] == 1
-                assert metrics["sync/seconds"] < seconds
-                assert here.version == str(version)
-            assert missed == [hangs.url] * 3
-            with pytest.raises(WeightSyncError, match="did not answer"):
-                await asyncio.wait_for(sync.push_to(hangs.url), 1)
-            hangs.answer = {}
-            await sync.push_to(hangs.url)
-            assert hangs.version == "4" and not hangs.paused
-
-    asyncio.run(main())
+    model, here, hangs, missed = tiny_model(), ControlServer(), ControlServer(), []
+    async with syncing(
+        FileTransfer(tmp_path), here, hangs, on_missed=missed.append, timeout_s=2.0
+    ) as sync:
+        await sync.push(model, 1)
+        # Its engine does; /health is answered.
+        hangs.answer = {key: hanging() for key in (route, "/resume", "/weight_info")}
+        for version, seconds in ((2, 5.0), (3, 1.0), (4, 1.0)):
+            perturb(model, seed=version)
+            metrics = await sync.push(model, version)
+            assert metrics["sync/servers_missed"] == 1
+            assert metrics["sync/seconds"] < seconds
+            assert here.version == str(version)
+        assert missed == [hangs.url] * 3
+        with pytest.raises(WeightSyncError, match="did not answer"):
+            await asyncio.wait_for(sync.push_to(hangs.url), 1)
+        hangs.answer = {}
+        await sync.push_to(hangs.url)
+        assert hangs.version == "4" and not hangs.paused
 
 
 async def test_only_a_server_out_of_reach_is_left_out(tmp_path):
