@@ -218,10 +218,7 @@ def _gold(reference: JSON) -> str:
 
 
 def _question(prompt: str | list[Message]) -> str:
-    """Returns a prompt as one string, with roles unless there is only one message.
-
-    Images become `[image]`: the judge does not see them.
-    """
+    """Returns a prompt as one string, with roles unless there is only one message."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:

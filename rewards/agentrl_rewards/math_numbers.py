@@ -201,7 +201,7 @@ _CHANGES_THE_VALUE = re.compile(
     |twelf|teen|tie|hundred|thousand|million)ths?|dozens?|scores?|hundreds?|thousands|millions
     |one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\\w+teen|\\w+ty
     |at|if|when|where|but|so|then|is|are|was|about|around|between|through|until|less|fewer|import
-    """.replace("\n", "").replace(" ", ""),
+    """.replace("\n", "").replace(" ", "")
 )
 """Words after a number that change its value, so it is not read as a number with a unit."""
 _LINKS = frozenset("of a an the each every for".split())  # noqa: SIM905

@@ -71,18 +71,9 @@ async def post_json(
 async def _post_once(
     session: aiohttp.ClientSession, url: str, body: bytes, timeout_s: float
 ) -> JSON:
-    """Makes one attempt of `post_json`.
-
-    Raises:
-        _Passing: another attempt may succeed.
-        GraderError: another attempt would fail the same way.
-    """
     try:
         async with session.post(
-            url,
-            data=body,
-            headers={"Content-Type": "application/json"},
-            allow_redirects=False,
+            url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False
         ) as response:
             data = await _read_limited(response, url)
     except TimeoutError as error:
@@ -138,10 +129,7 @@ async def remote_rm(
     """
     item: JSON = {"prompt": prompt, "response": text, "label": reference}
     reply = await post_json(url, item, timeout_s=timeout_s, num_attempts=num_attempts)
-    return _reward(reply["reward"] if isinstance(reply, dict) and "reward" in reply else reply)
-
-
-def _reward(value: JSON) -> float:
+    value = reply["reward"] if isinstance(reply, dict) and "reward" in reply else reply
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GraderError(f"the reward server answered {value!r} instead of a finite number")
     return float(value)

@@ -16,14 +16,7 @@ from typing import Any, Literal
 
 from agentrl.errors import ConfigError, GraderError
 from agentrl.images import content_text
-from agentrl.types import (
-    JSON,
-    Message,
-    StopReason,
-    Trajectory,
-    TrajectoryError,
-    with_reasoning,
-)
+from agentrl.types import JSON, Message, StopReason, Trajectory, TrajectoryError, with_reasoning
 from agentrl_rewards.runner import RewardFunction, RewardInput, RewardResult, RewardRunner
 
 _ENDED_BY_ENVIRONMENT = (StopReason.TERMINATED, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)

@@ -15,11 +15,7 @@ _TAGS = re.compile(r"<(/?)(think|search|information|answer)>")
 
 
 def format(
-    text: str,
-    reference: JSON = None,
-    *,
-    style: FormatName = "think_answer",
-    whole_text: str = "",
+    text: str, reference: JSON = None, *, style: FormatName = "think_answer", whole_text: str = ""
 ) -> float:
     """Returns 1.0 if the text is well formed in the given style, else 0.0.
 

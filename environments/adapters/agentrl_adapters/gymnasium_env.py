@@ -139,11 +139,6 @@ def _is_picture(dtype: Any, shape: Any) -> bool:
 
 
 def _as_image(values: Any) -> Image:
-    """Converts an array of pixels to an image.
-
-    Raises:
-        EnvError: it is not uint8, or its shape is not (H, W), (H, W, 1) or (H, W, 3).
-    """
     pixels = numpy.asarray(values)
     if not _is_picture(pixels.dtype, pixels.shape):
         raise EnvError(

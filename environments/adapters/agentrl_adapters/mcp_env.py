@@ -277,7 +277,6 @@ def _is_image(block: Any) -> bool:
 
 
 def _shown(block: Any) -> Image | str:
-    """Returns a block of a tool's result as an image or a text."""
     if not _is_image(block):
         return _text_of(block)
     try:
@@ -287,7 +286,6 @@ def _shown(block: Any) -> Image | str:
 
 
 def _text_of(block: Any) -> str:
-    """Returns a block of a tool's result as text."""
     if block.type == "text":
         return block.text
     resource = getattr(block, "resource", None)

@@ -156,10 +156,8 @@ def make_mcp_server(
     Raises:
         ConfigError: the environment cannot be found, or the package `mcp` is not installed.
     """
-    types, lowlevel = (
-        import_package("mcp.types", "mcp"),
-        import_package("mcp.server.lowlevel", "mcp"),
-    )
+    types = import_package("mcp.types", "mcp")
+    lowlevel = import_package("mcp.server.lowlevel", "mcp")
     found = registry.resolve(environment) if isinstance(environment, str) else environment
     episodes = Episodes(registry.with_id(found), config or {}, show_reward)
 

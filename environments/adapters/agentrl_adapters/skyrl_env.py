@@ -58,13 +58,8 @@ class SkyRLEnvironment(RowsEnvironment):
         done = bool(said["done"])
         metadata: Any = to_json(said.get("metadata") or {})
         if done:
-            self.metrics.update(
-                {
-                    k: float(v)
-                    for k, v in self.gym.get_metrics().items()
-                    if isinstance(v, int | float)
-                }
-            )
+            found = self.gym.get_metrics().items()
+            self.metrics.update({k: float(v) for k, v in found if isinstance(v, int | float)})
         observation = to_observation(list(said["observations"]), "step()")
         return StepResult(observation, float(said["reward"]), terminated=done, info=metadata)
 
@@ -74,11 +69,7 @@ class SkyRLEnvironment(RowsEnvironment):
 
 
 def _maker(target: str) -> Callable[..., Any]:
-    """Returns the function that makes an environment of a registered id, or a class.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the function that makes an environment of a registered id, or a class."""
     gym = import_package("skyrl_gym", "skyrl")
     if ":" in target:
         found: Any = load(target)

@@ -83,11 +83,6 @@ def _is_problem(made: Any) -> bool:
 
 
 def _class_of(target: str) -> Any:
-    """Returns the class.
-
-    Raises:
-        ConfigError: it cannot be imported, or speaks in tokens.
-    """
     made: Any = load(target)
     if not (_is_problem(made) or any(c.__name__ == "MessageEnv" for c in made.__mro__)):
         raise ConfigError(

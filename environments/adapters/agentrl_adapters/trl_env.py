@@ -100,11 +100,7 @@ class TrlClassEnvironment(RowsEnvironment):
 
 
 def _class_of(target: str) -> Any:
-    """Returns the class, or the function that makes an instance.
-
-    Raises:
-        ConfigError: it cannot be imported, or its instances have no `reset`.
-    """
+    """Returns the class, or the function that makes an instance."""
     made: Any = load(target)
     if not callable(getattr(made, "reset", None)):
         raise ConfigError(f"trl:{target} has no method reset; TRL needs one, and so does agentrl")

@@ -437,11 +437,7 @@ class HarborEnvironment(Environment):
     # --- the end of a step -----------------------------------------------------------------------
 
     async def _verify(self) -> Verified:
-        """Runs the tests of the step on the work as it is.
-
-        Raises:
-            GraderError: there is no verdict, so the episode has no reward.
-        """
+        """Runs the tests of the step on the work as it is; without a verdict there is no reward."""
         try:
             if self.config.verifier == "shared" and not self._step.separate:
                 container = self._living()

@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING
 from agentrl.env.container.box import ROOT, Box
 from agentrl.env.container.container import Container, ContainerSpec, archive_of
 from agentrl.env.container.engine import Engine, labels
-from agentrl.env.container.programs import (
-    FINDS_LIBRARY,
-    PROGRAM_PATH,
-    RUNNER_PATH,
-    USED_BY_RUNNER,
-)
+from agentrl.env.container.programs import FINDS_LIBRARY, PROGRAM_PATH, RUNNER_PATH, USED_BY_RUNNER
 from agentrl.errors import EnvError
 from agentrl_harbor.task import EnvironmentTable
 
@@ -308,8 +303,7 @@ Refuse = Callable[[str, tarfile.TarInfo, bytes], str | None]
 
 
 def _leads_astray(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
-    """Returns the reason for which a file or link may change what tests run; None if there is
-    none."""
+    """Returns the reason for which a file or link may change what tests run."""
     is_link = member.issym() or member.islnk()
     for ending, code in _CODE_IN.items():
         if path.endswith(ending) and (
@@ -353,13 +347,7 @@ def _pack(
     refuse: Refuse | None = None,
 ) -> None:
     """Adds paths of a container to an archive: new folders with all that is in them, folders of the
-    image alone, for their owner and mode.
-
-    Appends what is left out to `left_out`, as `PATH: reason`.
-
-    Raises:
-        EnvError: the files are larger than MAX_CARRIED_BYTES together.
-    """
+    image alone, for their owner and mode. Appends what is left out to `left_out`."""
     wanted = set(paths)
     added: set[str] = set()
     total = 0
@@ -388,8 +376,7 @@ def _pack(
                 total += member.size + _HEADER_BYTES
                 if total > MAX_CARRIED_BYTES:
                     raise EnvError(
-                        f"the agent changed more than {MAX_CARRIED_BYTES >> 20} MiB",
-                        code=TOO_LARGE,
+                        f"the agent changed more than {MAX_CARRIED_BYTES >> 20} MiB", code=TOO_LARGE
                     )
                 member.name = full[1:]
                 if member.islnk():  # the engine names the target relative to the folder above

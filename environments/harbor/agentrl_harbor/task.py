@@ -446,22 +446,14 @@ def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
 
 
 def _own(path: Path, folder: Path) -> Path:
-    """Returns the path.
-
-    Raises:
-        DataError: the path leads out of the folder by a link.
-    """
+    """Returns the path, unless it leads out of the folder by a link."""
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise DataError(f"{path} leads out of {folder}")
     return path
 
 
 def _absolute(path: str) -> str:
-    """Returns an absolute path in a container in its shortest form.
-
-    Raises:
-        ValueError: the path is relative or contains `..`.
-    """
+    """Returns an absolute path in a container in its shortest form."""
     parts = PurePosixPath(path).parts
     if not _PATH.fullmatch(path) or ".." in parts:
         raise ValueError(f"{path!r} must be an absolute path without '..'")

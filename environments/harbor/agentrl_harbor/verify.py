@@ -93,11 +93,6 @@ async def wait_healthy(container: Box, check: Healthcheck | None) -> None:
 
 
 async def _read(container: Box) -> dict[str, float]:
-    """Returns the rewards that the tests wrote.
-
-    Raises:
-        DataError: they wrote none, or a reward is not a finite number.
-    """
     whole = await container.get("/logs/verifier/reward.json", MAX_REWARD_BYTES)
     text = await container.get("/logs/verifier/reward.txt", MAX_REWARD_BYTES)
     if whole is None and text is None:

@@ -161,8 +161,7 @@ class MathEnvironment(Environment):
 
     @tool
     async def calculator(
-        self,
-        expression: Annotated[str, Field(description="for example (3 + 4) * 2.5 / 7")],
+        self, expression: Annotated[str, Field(description="for example (3 + 4) * 2.5 / 7")]
     ) -> str:
         """Calculate an arithmetic expression exactly: + - * / // % ** and parentheses."""
         return show(calculate(expression))
@@ -214,11 +213,6 @@ class MathEnvironment(Environment):
         return {"reference": str(self.task.reference), "metadata": self.task.metadata}
 
     async def _judge(self, text: str) -> StepResult:
-        """Grades the final answer and ends the episode.
-
-        Raises:
-            GraderError: the grader failed; the episode has no reward.
-        """
         result = await grade_async(
             text,
             str(self.task.reference),

@@ -118,9 +118,7 @@ class ServerEncoder:
 
     def _encode(self, texts: list[str]) -> np.ndarray:
         reply = post_json(
-            self._url,
-            {"model": self._name, "input": texts},
-            allow_private=self._allow_private,
+            self._url, {"model": self._name, "input": texts}, allow_private=self._allow_private
         )
         try:
             rows = sorted(reply["data"], key=lambda row: row["index"])
@@ -217,11 +215,7 @@ class Dense:
 
 
 def _read_pooling(directory: Path) -> str:
-    """Returns `mean` or `cls` according to sentence-transformers' files; `mean` without them.
-
-    Raises:
-        ConfigError: the model uses another pooling or has unsupported layers.
-    """
+    """Returns `mean` or `cls` according to sentence-transformers' files; `mean` without them."""
     modules = directory / "modules.json"
     if not modules.is_file():
         return "mean"

@@ -400,10 +400,7 @@ def _open_retriever(config: SearchConfig) -> Retriever:
 
 
 def _information_message(text: str) -> Message:
-    """Makes the message with search results.
-
-    It has a name, so that a chat template can continue the assistant's turn with it.
-    """
+    # It has a name, so that a chat template can continue the assistant's turn with it.
     return {"role": "user", "name": "information", "content": as_information(text)}
 
 

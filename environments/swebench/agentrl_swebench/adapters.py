@@ -65,12 +65,7 @@ def swe_gym(row: Row, place: str) -> Row:
         )
     name = row["instance_id"].replace("__", "_s_").lower()
     test = "pytest -rA --color=no -p no:cacheprovider " + _files(row, place)
-    return _converted(
-        row,
-        place,
-        image=f"xingyaoww/sweb.eval.x86_64.{name}:latest",
-        test=test,
-    )
+    return _converted(row, place, image=f"xingyaoww/sweb.eval.x86_64.{name}:latest", test=test)
 
 
 def swe_rebench(row: Row, place: str) -> Row:
@@ -194,17 +189,9 @@ REFUSED = {
 """Messages for kinds of rows that cannot be converted."""
 SWE_GYM_REPOS = frozenset(
     (
-        "pandas-dev/pandas",
-        "getmoto/moto",
-        "python/mypy",
-        "iterative/dvc",
-        "dask/dask",
-        "Project-MONAI/MONAI",
-        "pydantic/pydantic",
-        "conan-io/conan",
-        "modin-project/modin",
-        "facebookresearch/hydra",
-        "bokeh/bokeh",
+        *("pandas-dev/pandas", "getmoto/moto", "python/mypy", "iterative/dvc", "dask/dask"),
+        *("Project-MONAI/MONAI", "pydantic/pydantic", "conan-io/conan", "modin-project/modin"),
+        *("facebookresearch/hydra", "bokeh/bokeh"),
     )
 )
 

@@ -126,11 +126,8 @@ def _tag(*made_of: str) -> str:
 async def _derive(
     source: str, image: str, script: str, *arguments: str, patch: bytes = b""
 ) -> ProgramResult:
-    """Makes an image of what a script did in one; of a script that failed, none.
-
-    Args:
-        patch: what the script finds in /tmp/bug.patch.
-    """
+    """Makes an image of what a script did in one, with `patch` in /tmp/bug.patch; of a script that
+    failed, none."""
     container = await InstanceContainer.start(source, run_id="derive", role="build", workdir="/")
     try:
         if patch:

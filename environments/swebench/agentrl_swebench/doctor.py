@@ -25,10 +25,8 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
         yield "fix", "harness", "not installed: pip install 'agentrl-gym[swebench]'"
     else:
         right = version == HARNESS_VERSION
-        wanted = (
-            "" if right else f"; {HARNESS_VERSION} is needed: pip install 'agentrl-gym[swebench]'"
-        )
-        yield "ok" if right else "fix", "harness", f"swebench {version}{wanted}"
+        wanted = f"; {HARNESS_VERSION} is needed: pip install 'agentrl-gym[swebench]'"
+        yield "ok" if right else "fix", "harness", f"swebench {version}{'' if right else wanted}"
     yield from _rows(instances)
     try:
         client = connect()

@@ -352,11 +352,7 @@ class SWEBenchEnvironment(Environment):
     # --- the end of an episode -------------------------------------------------------------------
 
     async def _submit(self, *, truncated: bool) -> None:
-        """Grades the work as it is and ends the episode.
-
-        Raises:
-            GraderError: there is no verdict, so the episode has no reward.
-        """
+        """Grades the work as it is and ends the episode; without a verdict there is no reward."""
         extracted = await self._extract()
         info: dict[str, JSON] = {
             "instance_id": self._instance.instance_id,

@@ -98,9 +98,8 @@ async def evaluate(
     state = out / "logs" / "agentrl" / name
     state.mkdir(parents=True, exist_ok=True)
     reused = 0
-    gate = asyncio.Semaphore(
-        workers or num_cores()
-    )  # hundreds of tasks that poll would fill a core
+    # Hundreds of tasks that poll would fill a core.
+    gate = asyncio.Semaphore(workers or num_cores())
 
     async def one(prediction: Prediction) -> Verdict:
         nonlocal reused

@@ -320,11 +320,7 @@ async def _confirm(
 
 
 async def _without_history(instance: Instance) -> tuple[Instance, str]:
-    """Returns the instance with the scrubbed image that agents get, and the id of the row's image.
-
-    Raises:
-        EnvError: the image is missing or cannot be scrubbed, or the engine does not answer.
-    """
+    """Returns the instance with its scrubbed image, and the id of the row's own image."""
     made = await retry(
         lambda _: images.scrubbed_of(instance.image),
         retry_after_s=lambda e: 0.0 if isinstance(e, EnvUnavailable | EngineError) else None,
@@ -390,13 +386,10 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
         return infrastructure("the container was killed or frozen from outside")
     if report is not None:
         if evidence.complete:
-            failed = _num_failed(report)
-            return judgement(
-                "unresolved",
-                f"{failed} required tests fail"
-                if failed
-                else "the tests gave no results the harness accepts",
-            )
+            parts = report.get("tests_status", {}).values()
+            failed = sum(len(part["failure"]) for part in parts)
+            none = "the tests gave no results the harness accepts"
+            return judgement("unresolved", f"{failed} required tests fail" if failed else none)
         if evidence.container_end == "lost":
             return infrastructure("the engine went away during the tests")
         return judgement("unresolved", "the tests' shell ended before them", retry=True)
@@ -411,10 +404,6 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
         # The patch caused endless output or a difference that is not UTF-8; a retry ends the same.
         return judgement("unresolved", f"the harness could not read the output: {evidence.error}")
     return infrastructure(f"{evidence.error_kind}: {evidence.error}")
-
-
-def _num_failed(report: dict) -> int:
-    return sum(len(part["failure"]) for part in report.get("tests_status", {}).values())
 
 
 def _check_installed() -> None:

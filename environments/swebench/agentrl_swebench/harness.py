@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.env.container.container import packed
 from agentrl.env.container.engine import ImageMissing, engine_errors
@@ -321,31 +321,24 @@ class _Run:
 
     async def _run_script(self, container: InstanceContainer, output: Path) -> None:
         self.output = output
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         with output.open("w") as file:
-            text = _Text(file)
+
+            def add(kind: int, payload: bytes) -> None:
+                file.write(decode(payload))
+
             ran = await container.execute(
                 ["/bin/bash", "/eval.sh"],
                 timeout_s=self.timeout_s,
                 max_bytes=MAX_OUTPUT_BYTES,
-                add=text.add,
+                add=add,
             )
-            text.add(1, b"", final=True)
+            file.write(decode(b"", True))
             if ran.timed_out:
                 file.write(f"\n\nTimeout error: {self.timeout_s} seconds exceeded.")
                 raise _Failed("timeout", f"Test timed out after {self.timeout_s} seconds.")
         if ran.flooded:
             raise _Failed("memory", f"the tests wrote more than {MAX_OUTPUT_BYTES >> 20} MiB")
-
-
-class _Text:
-    """Writes output as text, as it arrives."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-
-    def add(self, kind: int, payload: bytes, *, final: bool = False) -> None:
-        self._file.write(self._decode(payload, final))
 
 
 class Watch:

@@ -243,20 +243,17 @@ async def scrubbed(source_id: str) -> Scrubbed:
         EnvError: the history cannot be scrubbed, or the engine failed.
     """
     async with _making[id(asyncio.get_running_loop()), source_id]:
-        return await _scrubbed(source_id)
+        with contextlib.suppress(ImageMissing):
+            if found := _scrubbed_from(await _inspect(scrubbed_tag(source_id)), source_id):
+                return found
+        return await _scrub(source_id)
 
 
 _making: dict[tuple[int, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
 
-async def _scrubbed(source_id: str) -> Scrubbed:
+async def _scrub(source_id: str) -> Scrubbed:
     tag = scrubbed_tag(source_id)
-    try:
-        found = _scrubbed_from(await _inspect(tag), source_id)
-        if found is not None:
-            return found
-    except ImageMissing:
-        pass
     container = await InstanceContainer.start(source_id, run_id="scrub", role="build")
     try:
         base = await scrub(container)
