@@ -1,8 +1,8 @@
-"""A small OpenAI-compatible chat server over a real model, for tests of evaluation by chat."""
+"""Small OpenAI-compatible chat servers: over a real model, and scripted."""
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -45,21 +45,40 @@ def chat_server(
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             message["content"] = None
             message["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
-        choice = {"index": 0, "message": message}
-        choice["finish_reason"] = "stop" if stopped else "length"
-        return {
-            "id": "x",
-            "object": "chat.completion",
-            "created": 0,
-            "model": body["model"],
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": ids.shape[1],
-                "completion_tokens": len(new),
-                "total_tokens": ids.shape[1] + len(new),
-            },
-        }
+        return _answer(body, message, "stop" if stopped else "length", ids.shape[1], len(new))
 
+    with _serving(complete) as url:
+        yield url
+
+
+@contextmanager
+def scripted_chat(say: Callable[[dict], dict], bodies: list[dict]) -> Iterator[str]:
+    """Serve what `say` makes of a request's body, an assistant's content and calls; yields the base
+    URL. Requests are appended to `bodies`."""
+
+    def complete(body: dict) -> dict:
+        bodies.append(body)
+        message = {"role": "assistant", **say(body)}
+        return _answer(body, message, "tool_calls" if "tool_calls" in message else "stop", 5, 9)
+
+    with _serving(complete) as url:
+        yield url
+
+
+def _answer(body: dict, message: dict, finish: str, prompt_tokens: int, new_tokens: int) -> dict:
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
+    return {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 0,
+        "model": body["model"],
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": usage | {"total_tokens": prompt_tokens + new_tokens},
+    }
+
+
+@contextmanager
+def _serving(complete: Callable[[dict], dict]) -> Iterator[str]:
     async def handle(request: web.Request) -> web.Response:
         return web.json_response(await asyncio.to_thread(complete, await request.json()))
 

@@ -23,18 +23,18 @@ async def listening(
 
 
 @contextlib.contextmanager
-def in_thread(served: contextlib.AbstractAsyncContextManager) -> Iterator:
+def in_thread(served: contextlib.AbstractAsyncContextManager, timeout_s: float = 30) -> Iterator:
     """Enters an async context in a thread with an event loop of its own; yields what it yields."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
-        value = asyncio.run_coroutine_threadsafe(served.__aenter__(), loop).result(30)
+        value = asyncio.run_coroutine_threadsafe(served.__aenter__(), loop).result(timeout_s)
         try:
             yield value
         finally:
             left = served.__aexit__(None, None, None)
-            asyncio.run_coroutine_threadsafe(left, loop).result(30)
+            asyncio.run_coroutine_threadsafe(left, loop).result(timeout_s)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from vllm_fixture import START_S, launched
+from web_servers import in_thread
 
 from agentrl.inference.launcher import ServerLauncher, _free_ports
 from agentrl.inference.program import ServerSettings
@@ -42,21 +42,9 @@ def running_sglang(log_dir: Path, **settings) -> Iterator[ServerLauncher]:
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         startup_timeout_s=600.0,
     )
-    launcher = ServerLauncher(
-        ServerSettings(**arguments | settings),  # pyright: ignore[reportArgumentType]
-        SGLANG,
-    )
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(launcher.start(), loop).result()
+    known = ServerSettings(**arguments | settings)  # pyright: ignore[reportArgumentType]
+    with in_thread(launched(ServerLauncher(known, SGLANG)), START_S) as launcher:
         yield launcher
-    finally:
-        asyncio.run_coroutine_threadsafe(launcher.aclose(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 @contextlib.contextmanager

@@ -10,16 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from sglang_fixture import running_router, running_sglang
-from test_sglang import (
-    PARITY,
-    PROMPT,
-    busy,
-    client,
-    perturb,
-    syncing,
-    toy_model,
-    worst,
-)
+from test_sglang import PARITY, PROMPT, busy, client, perturb, syncing, toy_model, worst
 from vllm_fixture import tree
 
 from agentrl.errors import InferenceError

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import os
 import shutil
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
+from web_servers import in_thread
 
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.launcher import ServerLauncher
@@ -20,6 +20,7 @@ from agentrl.inference.vllm import VLLMEngine
 from agentrl.model.logprobs import recomputed_logprobs
 
 ROOT = Path(__file__).parents[2]
+START_S = 1200.0
 TOY_MODEL = ROOT / "examples" / "quickstart" / "model"
 
 
@@ -43,10 +44,19 @@ def toy_launcher(log_dir: Path, **settings) -> ServerLauncher:
         log_dir=log_dir,
         extra_args=["--enforce-eager"],  # nothing to compile: half the time to start
         env={"OMP_NUM_THREADS": "1"},
-        startup_timeout_s=1200.0,
+        startup_timeout_s=START_S,
     )
     settings = ServerSettings(**arguments | settings)  # pyright: ignore[reportArgumentType]
     return ServerLauncher(settings)
+
+
+@contextlib.asynccontextmanager
+async def launched(launcher: ServerLauncher) -> AsyncIterator[ServerLauncher]:
+    try:
+        await launcher.start()
+        yield launcher
+    finally:
+        await launcher.aclose()
 
 
 @contextlib.contextmanager
@@ -55,18 +65,8 @@ def running_vllm(log_dir: Path, **settings) -> Iterator[ServerLauncher]:
 
     Tests may run as many event loops as they like meanwhile.
     """
-    launcher = toy_launcher(log_dir, **settings)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(launcher.start(), loop).result()
+    with in_thread(launched(toy_launcher(log_dir, **settings)), START_S) as launcher:
         yield launcher
-    finally:
-        asyncio.run_coroutine_threadsafe(launcher.aclose(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def sample_many(url: str, temperature: float) -> tuple[list[list[int]], list[Generation]]:

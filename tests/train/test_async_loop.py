@@ -133,11 +133,7 @@ def test_wrong_answers_of_an_engine_end_the_run(
     with pytest.raises(TrainingError, match="sampler and trainer differ"):
         # Of answers that were wrong before their step, only the newest policy's are judged.
         run(
-            tmp_path / "run",
-            "--rollout.max_staleness",
-            str(max_staleness),
-            "--run.num_steps",
-            "12",
+            tmp_path / "run", "--rollout.max_staleness", str(max_staleness), "--run.num_steps", "12"
         )
 
 

@@ -4,11 +4,9 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,20 +27,10 @@ from agentrl.train.checkpoint import (
     resume,
     save_checkpoint,
 )
-from agentrl.train.state import (
-    TrainState,
-    capture_rng,
-    capture_state,
-    read_tensors,
-    restore_rng,
-    restore_state,
-)
+from agentrl.train.state import TrainState, capture_rng, capture_state, restore_rng, restore_state
 
-FINGERPRINT = {
-    "model": "tiny",
-    "group_size": 8,
-    "env": {"id": "math", "config": {"split": "train"}},
-}
+ENV = {"id": "math", "config": {"split": "train"}}
+FINGERPRINT = {"model": "tiny", "group_size": 8, "env": ENV}
 
 
 class TinyPolicy(torch.nn.Module):
@@ -117,10 +105,10 @@ class Run(Unmixed):
         restore_state(state, policy=self)
 
 
-@dataclass
 class Parts(Unmixed):
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -213,8 +201,7 @@ def test_odd_dtypes_and_values_survive(tmp_path):
     shared = torch.randn(10)
     model.register_buffer("left", shared[:4])
     model.register_buffer("right", shared[4:])
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = capture_state(step=0, fingerprint={}, policy=Parts(model, optimizer))
+    state = capture_state(step=0, fingerprint={}, policy=Parts(model))
     loaded = load_file(save_checkpoint(tmp_path, state) / "model.safetensors")
     for name, tensor in model.state_dict().items():
         assert loaded[name].dtype == tensor.dtype
@@ -228,15 +215,13 @@ def test_odd_dtypes_and_values_survive(tmp_path):
 def test_critic_and_its_optimizer_come_back(tmp_path):
     policy, critic = Run(), Run(seed=1)
     critic.train(3)
-    expected = everything(critic)
-    expected.pop("rng")
+    rng = {"rng": ""}  # both networks draw from one
+    expected = everything(critic) | rng
     state = capture_state(step=3, fingerprint={}, policy=policy, critic=critic)
     loaded = load_checkpoint(save_checkpoint(tmp_path, state))
     fresh_policy, fresh_critic = Run(seed=2), Run(seed=3)
     restore_state(loaded, policy=fresh_policy, critic=fresh_critic)
-    found = everything(fresh_critic)
-    found.pop("rng")
-    assert found == expected
+    assert everything(fresh_critic) | rng == expected
 
 
 @settings(max_examples=20)
@@ -279,8 +264,7 @@ def test_transformers_loads_the_folder(tmp_path):
 
     model = tiny_model("qwen3", tie_word_embeddings=True).to(torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "tiny", "qwen3"))
-    policy = Parts(model, torch.optim.AdamW(model.parameters()))
-    state = capture_state(step=7, fingerprint={}, policy=policy, tokenizer=tokenizer)
+    state = capture_state(step=7, fingerprint={}, policy=Parts(model), tokenizer=tokenizer)
     path = save_checkpoint(tmp_path, state)
     loaded = AutoModelForCausalLM.from_pretrained(path)
     assert type(loaded) is type(model)
@@ -423,20 +407,20 @@ def test_nothing_loadable_is_an_error_and_never_a_fresh_start(tmp_path):
 def test_another_model_is_refused_by_tensor_name(tmp_path):
     save_steps(tmp_path, 1)
     state = load_latest(tmp_path)
-    wider = TinyPolicy(width=7)
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors: embedding.weight is .*\(11, 6\)"
+    for other, reason in (
+        (TinyPolicy(width=7), r"model.safetensors: embedding.weight is .*\(11, 6\)"),
+        (torch.nn.Linear(2, 2), "does not fit the model: 2 tensors missing"),
+        (TinyPolicy().half(), "float16"),
+        (TinyPolicy(), "parameter groups"),
     ):
-        restore_state(state, policy=Parts(wider, torch.optim.AdamW(wider.parameters())))
-    other = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match="does not fit the model: 2 tensors missing"):
-        restore_state(state, policy=Parts(other, torch.optim.AdamW(other.parameters())))
-    half = TinyPolicy().half()
-    with pytest.raises(CheckpointError, match="float16"):
-        restore_state(state, policy=Parts(half, torch.optim.AdamW(half.parameters())))
-    one_group = TinyPolicy()
-    with pytest.raises(CheckpointError, match="parameter groups"):
-        restore_state(state, policy=Parts(one_group, torch.optim.AdamW(one_group.parameters())))
+        with pytest.raises(CheckpointError, match=reason):
+            restore_state(state, policy=Parts(other))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    save_steps(tmp_path, 1)
+    return tmp_path / "checkpoints" / "step_000001"
 
 
 class Payload:
@@ -451,10 +435,7 @@ def rewrite_with_manifest(folder: Path, name: str, content: bytes) -> None:
     """Replace a file and make the manifest agree, as an attacker would."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = {
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "size": len(content),
-    }
+    manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -473,9 +454,7 @@ def crafted(kind: str, target: Path) -> bytes:
 
 @pytest.mark.parametrize("kind", ["pickle", "torch.save", "header bomb", "shape bomb"])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_crafted_tensor_file_is_refused_and_runs_nothing(tmp_path, kind, name):
-    save_steps(tmp_path, 1)
-    folder = tmp_path / "checkpoints" / "step_000001"
+def test_a_crafted_tensor_file_is_refused_and_runs_nothing(folder, tmp_path, kind, name):
     target = tmp_path / "payload-ran"
     rewrite_with_manifest(folder, name, crafted(kind, target))
     with pytest.raises(CheckpointError, match=f"{name} is not a safetensors file"):
@@ -487,18 +466,14 @@ def test_a_crafted_tensor_file_is_refused_and_runs_nothing(tmp_path, kind, name)
     "content",
     [b"[" * 200_000, b"[]", b"{}", b'{"format_version": 99}', b"\xff\xfe", b'{"format_version":1}'],
 )
-def test_a_crafted_state_file_is_refused(tmp_path, content):
-    save_steps(tmp_path, 1)
-    folder = tmp_path / "checkpoints" / "step_000001"
+def test_a_crafted_state_file_is_refused(folder, content):
     rewrite_with_manifest(folder, "state.json", content)
     with pytest.raises(CheckpointError, match=r"state\.json"):
         load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a/../../secret"])
-def test_a_manifest_cannot_reach_out_of_its_folder(tmp_path, name):
-    save_steps(tmp_path, 1)
-    folder = tmp_path / "checkpoints" / "step_000001"
+def test_a_manifest_cannot_reach_out_of_its_folder(folder, name):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"sha256": "", "size": 0}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -508,24 +483,16 @@ def test_a_manifest_cannot_reach_out_of_its_folder(tmp_path, name):
 
 def test_damaged_random_states_are_an_error():
     good = capture_rng()
-    for key, value in (
-        ("torch", "AAAA"),
-        ("python", [3, [1, 2], None]),
-        ("numpy", {}),
-        ("torch", 5),
-    ):
+    python = [3, [1, 2], None]
+    for key, value in (("torch", "AAAA"), ("python", python), ("numpy", {}), ("torch", 5)):
         with pytest.raises(CheckpointError, match="random states"):
             restore_rng(good | {key: value})
     restore_rng(good)
 
 
 def test_every_difference_is_listed_with_both_values_and_the_remedy(caplog):
-    now = {
-        "model": "tiny",
-        "group_size": 16,
-        "env": {"id": "math", "config": {"split": "test"}},
-        "seed": 1,
-    }
+    env = {"id": "math", "config": {"split": "test"}}
+    now = FINGERPRINT | {"group_size": 16, "env": env, "seed": 1}
     with pytest.raises(CheckpointError) as caught:
         check_fingerprint(FINGERPRINT, now)
     line = str(caught.value)
@@ -709,98 +676,3 @@ def test_a_failing_rename_over_the_same_step_puts_the_old_one_back(tmp_path, mon
     assert calls[1] == ".tmp-step_000002"
     assert names(tmp_path) == ["step_000002"]
     assert load_latest(tmp_path).step == 2
-
-
-SHARDED = """
-import os, resource, signal, sys
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from types import SimpleNamespace
-from agentrl.train.checkpoint import (
-    CheckpointNotSaved, latest_checkpoint, load_latest, save_checkpoint
-)
-from agentrl.train.state import capture_state, restore_state
-
-def Parts(**parts):
-    return SimpleNamespace(**parts, masters={}, cast=lambda: None)
-
-rank, root = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group(
-    "gloo", init_method="file://" + os.path.join(root, "rendezvous"), rank=rank, world_size=2
-)
-mesh = init_device_mesh("cpu", (2,))
-
-def build(seed):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
-    fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-def step(model, optimizer, number):
-    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
-    model(inputs).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-def local(model, optimizer):
-    tensors = list(model.parameters())
-    for parameter in model.parameters():
-        tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-
-model, optimizer = build(0)
-assert all(isinstance(p, DTensor) for p in model.parameters())
-step(model, optimizer, 1)
-state = capture_state(
-    step=1, fingerprint={}, policy=Parts(model=model, optimizer=optimizer)
-)
-save_checkpoint(root, state)
-step(model, optimizer, 2)
-other, other_optimizer = build(5)
-restore_state(load_latest(root), policy=Parts(model=other, optimizer=other_optimizer))
-step(other, other_optimizer, 2)
-for left, right in zip(local(model, optimizer), local(other, other_optimizer), strict=True):
-    assert torch.equal(left, right)
-# The disk of rank 1 is full: no rank has saved, and all say whose disk it was.
-if rank == 1:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
-state.step = 2
-try:
-    save_checkpoint(root, state)
-except CheckpointNotSaved as error:
-    assert "rank 1: " in str(error) and "rank 0: " not in str(error), error
-else:
-    raise AssertionError("saved on a full disk")
-assert latest_checkpoint(root).name == "step_000001"
-dist.destroy_process_group()
-os._exit(0)  # a thread of gloo that outlives its group may abort the process
-"""
-
-
-@pytest.mark.slow
-def test_shards_are_saved_by_every_rank_and_restored(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARDED, str(rank), str(tmp_path)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=120)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.send_signal(signal.SIGKILL)
-                rank.wait()
-    folder = load_latest(tmp_path).folder
-    for part, name in (("model", "0.weight"), ("optimizer", "exp_avg/0.weight")):
-        read = read_tensors(folder, part, lambda saved, n=name: {n: torch.empty(saved[n].shape)})
-        assert read[name].shape == (7, 5)

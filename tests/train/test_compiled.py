@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import save_tiny_model
 from test_families import gradients_of, make_samples
-from test_loop import contents, run, untimed
+from test_loop import require_same, run, tensors_of
 from test_model import qwen3, save
 from test_prefixes import assert_same, large_groups, make_model, step
 from test_ranks_runs import logprob_free, played, train
@@ -149,13 +149,8 @@ def test_a_run_resumes_bit_for_bit_and_learns_what_a_plain_one_does(tmp_path):
     compiled._compiled.cache_clear()
     torch.compiler.reset()
     run(parted, *settings, "--run.resume")
-    assert contents(parted) == contents(whole)
-    assert untimed(read_metrics(parted)) == untimed(read_metrics(whole))
-    for name in ("model", "optimizer", "critic", "critic_optimizer"):
-        mine, its = (
-            d / "checkpoints" / "step_000003" / f"{name}.safetensors" for d in (parted, whole)
-        )
-        assert mine.read_bytes() == its.read_bytes(), name
+    require_same(parted, whole, 3)
+    assert {"critic.safetensors", "critic_optimizer.safetensors"} < tensors_of(whole, 3).keys()
     assert played(whole) == played(plain)
     for mine, its in zip(*(logprob_free(read_metrics(d)) for d in (whole, plain)), strict=True):
         assert mine == pytest.approx(its, rel=1e-4, abs=1e-6)

@@ -206,10 +206,7 @@ def test_a_rank_of_several_ends_at_once_with_what_was_registered_for_its_end():
 def test_a_balance_of_experts_needs_whole_rows():
     with pytest.raises(ValueError, match="router_aux_loss needs whole rows"):
         RunConfig.model_validate(
-            {
-                "model": {"path": "m"},
-                "train": {"router_aux_loss": 0.1, "parallel": {"context": 2}},
-            }
+            {"model": {"path": "m"}, "train": {"router_aux_loss": 0.1, "parallel": {"context": 2}}}
         )
 
 

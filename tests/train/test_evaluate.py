@@ -4,15 +4,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from chat_server import chat_server
+from chat_server import chat_server, scripted_chat
+from rows_for_tests import write_rows
 
 from agentrl.cli.main import main
 from agentrl.rollout import read_trajectories
@@ -334,39 +331,11 @@ CODE_ANSWERS = ["return a + b", "return a * b", "return a + b if a != 1 else 0"]
 """Right, wrong, and right in two of three tests."""
 
 
-@contextmanager
-def coder() -> Iterator[str]:
-    """A chat server that answers the n-th question with the n-th of `CODE_ANSWERS`, in a circle."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            number = int(body["messages"][-1]["content"].split()[1])
-            said = CODE_ANSWERS[number % len(CODE_ANSWERS)]
-            text = f"```python\ndef add(a, b):\n    {said}\n```"
-            message = {"role": "assistant", "content": text}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
-            usage = {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14}
-            content = json.dumps(answer | {"choices": [choice], "usage": usage}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_):
-            """Prints nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def code_answer(body: dict) -> dict:
+    """Answers the n-th question with the n-th of `CODE_ANSWERS`, in a circle."""
+    number = int(body["messages"][-1]["content"].split()[1])
+    said = CODE_ANSWERS[number % len(CODE_ANSWERS)]
+    return {"content": f"```python\ndef add(a, b):\n    {said}\n```"}
 
 
 @pytest.mark.slow
@@ -383,11 +352,10 @@ def test_grading_again_equals_playing_again(capsys, tmp_path, monkeypatch, what,
     """Grades by one rule, then by another: verdicts equal those of an evaluation with that rule."""
     monkeypatch.chdir(ROOT)
     few = ["--eval.num_tasks", "12", "--env.config.report_reference", "true"]
-    with coder() as url:
+    with scripted_chat(code_answer, []) as url:
         if what == "code":
             rows = ({"question": f"Task {n} : add", "answer": CODE_TESTS} for n in range(12))
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (tmp_path / "test.jsonl").write_text(text)
+            write_rows(tmp_path / "test.jsonl", rows)
             command = [RUN, *few, "--inference.backend", "openai", "--inference.urls", url]
             command += ["--env.config", json.dumps(CODE_CONFIG | {"source": str(tmp_path)})]
         else:

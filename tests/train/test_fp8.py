@@ -31,10 +31,7 @@ def config(**sections) -> RunConfig:
     [
         ({"model": {"dtype": "float32"}}, "set model.dtype = 'bfloat16'"),
         ({"model": {"lora": {"rank": 4}}}, "they are frozen"),
-        (
-            {"model": {"lora": {"rank": 4}, "quantization": "nf4"}},
-            "they are frozen",
-        ),
+        ({"model": {"lora": {"rank": 4}, "quantization": "nf4"}}, "they are frozen"),
         ({"inference": {"backend": "embedded"}}, "set inference.backend = 'vllm'"),
         ({"inference": {"backend": "sglang"}}, "set inference.backend = 'vllm'"),
         ({"inference": {"quantization": "fp4"}}, "fp8"),

@@ -24,13 +24,7 @@ from agentrl.images import ImageStore, content_images, image_part
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.inference.vllm_images import features_of
-from agentrl.model.load import (
-    load_model,
-    load_processor,
-    load_tokenizer,
-    save_model,
-    stills_only,
-)
+from agentrl.model.load import load_model, load_processor, load_tokenizer, save_model, stills_only
 from agentrl.model.logprobs import sample_logprobs
 from agentrl.model.rows import pack
 from agentrl.model.text.processor import pixels_sha256, restore_pixels

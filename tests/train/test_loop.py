@@ -1,5 +1,6 @@
 """Whole runs, small: the quickstart's model, a few steps, in this process and over HTTP."""
 
+import hashlib
 import json
 import math
 import re
@@ -8,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +35,7 @@ from agentrl.view.display import Display
 from agentrl.view.tracking import read_metrics, read_status
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
+MODEL = str(QUICKSTART.parent / "model")
 SMALL = [
     *("--rollout.groups_per_step", "3", "--rollout.group_size", "4"),
     *("--run.num_steps", "3", "--run.save_every", "1"),
@@ -60,19 +64,44 @@ def contents(run_dir: Path) -> list[tuple]:
     """Returns what was played, bit for bit, without durations."""
     return [
         (
-            step,
-            trajectory.trajectory_id,
-            trajectory.task_id,
-            trajectory.messages,
-            trajectory.reward,
-            str(trajectory.stop_reason),
-            [
-                {name: array.tobytes() for name, array in row.arrays().items()}
-                for row in trajectory.branches
-            ],
+            *(step, t.trajectory_id, t.task_id, t.messages, t.reward, str(t.stop_reason)),
+            [{name: array.tobytes() for name, array in r.arrays().items()} for r in t.branches],
         )
-        for step, trajectory in read_trajectories(run_dir)
+        for step, t in read_trajectories(run_dir)
     ]
+
+
+def tensors_of(run_dir: Path, step: int) -> dict[str, str]:
+    """Returns a digest of each file of tensors of a checkpoint."""
+    files = (run_dir / "checkpoints" / f"step_{step:06d}").glob("*.safetensors")
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    assert found
+    return found
+
+
+def require_same(run_dir: Path, other: Path, step: int) -> None:
+    """Two runs have the same metrics, played the same and ended in the same tensors."""
+    assert tensors_of(run_dir, step) == tensors_of(other, step)
+    assert untimed(read_metrics(run_dir)) == untimed(read_metrics(other))
+    assert contents(run_dir) == contents(other)
+
+
+def resumed(folder: Path, *settings: str, at: int, steps: int = 3) -> Path:
+    """A run that is the same whether it stops on its way, after so many steps, or not."""
+    whole = run(folder / "whole", *settings, "--run.num_steps", str(steps))
+    parted = run(folder / "parted", *settings, "--run.num_steps", str(at))
+    run(parted, *settings, "--run.num_steps", str(steps), "--run.resume")
+    require_same(parted, whole, steps)
+    return whole
+
+
+def save_mixture(folder: Path) -> str:
+    """Saves a mixture of experts with the quickstart's tokenizer."""
+    tokenizer = load_tokenizer(MODEL)
+    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    tiny_model("qwen3_moe", eos_token_id=tokenizer.eos_token_id, **shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +150,31 @@ def leave_free(disk: Path, num_bytes: int) -> None:
     (disk / "filler").write_bytes(b"\0" * (shutil.disk_usage(disk).free - num_bytes))
 
 
+@contextmanager
+def after_steps(do: Callable[[int], None]) -> Iterator[None]:
+    """Does something after each step of the runs in the block."""
+    write = Display.step
+
+    def written(self, step, metrics):
+        write(self, step, metrics)
+        do(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Display, "step", written)
+        yield
+
+
 @pytest.mark.slow
 def test_a_run_whose_weights_a_full_disk_refused_has_failed(small_disk, tmp_path, caplog):
     run_dir = small_disk / "run"
-    write = Display.step
 
-    def fill_up(self, step, metrics):
-        write(self, step, metrics)
+    def fill_up(step):
         if step == 2:
             leave_free(small_disk, 1_000_000)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Display, "step", fill_up)
-        with pytest.raises(TrainingError, match=r"step 4 are NOT saved.* newest .* step 1;"):
-            run(run_dir, "--run.num_steps", "4", "--run.save_every", "1")
+    refused = pytest.raises(TrainingError, match=r"step 4 are NOT saved.* newest .* step 1;")
+    with after_steps(fill_up), refused:
+        run(run_dir, "--run.num_steps", "4", "--run.save_every", "1")
     refused = [record for record in caplog.records if "not saved" in record.message]
     assert [re.search(r"step (\d)", record.message)[1] for record in refused] == ["2", "3", "4"]
     (small_disk / "filler").unlink()
@@ -144,10 +184,7 @@ def test_a_run_whose_weights_a_full_disk_refused_has_failed(small_disk, tmp_path
 
 @pytest.mark.parametrize("async_save", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_refused_checkpoint_is_tried_again_after_the_next_step(small_disk, async_save, caplog):
-    write = Display.step
-
-    def fill_up(self, step, metrics):
-        write(self, step, metrics)
+    def fill_up(step):
         if step == 2:
             leave_free(small_disk, 1_000_000)
         if step == 3:
@@ -155,17 +192,9 @@ def test_a_refused_checkpoint_is_tried_again_after_the_next_step(small_disk, asy
                 time.sleep(0.01)  # it is not before the next save is due that the disk has room
             (small_disk / "filler").unlink()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Display, "step", fill_up)
-        done = run(
-            small_disk / "run",
-            "--run.num_steps",
-            "4",
-            "--run.save_every",
-            "2",
-            "--run.async_save",
-            async_save,
-        )
+    settings = ["--run.num_steps", "4", "--run.save_every", "2", "--run.async_save", async_save]
+    with after_steps(fill_up):
+        done = run(small_disk / "run", *settings)
     saved = {path.name for path in (done / "checkpoints").iterdir()}
     assert saved == {"step_000003", "step_000004"}
 
@@ -262,28 +291,18 @@ def test_the_environment_over_http_gives_identical_trajectories(finished, tmp_pa
 def test_resuming_equals_never_having_stopped(finished, tmp_path):
     run_dir = run(tmp_path / "resumed", "--run.num_steps", "2")
     run(run_dir, "--run.resume")
-    assert contents(run_dir) == contents(finished)
-    assert untimed(read_metrics(run_dir)) == untimed(read_metrics(finished))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        mine, its = ((d / "checkpoints" / "step_000003" / name) for d in (run_dir, finished))
-        assert mine.read_bytes() == its.read_bytes()
+    require_same(run_dir, finished, 3)
 
 
 @pytest.mark.slow
 def test_what_is_frozen_stays_and_resumes(tmp_path):
     """With a token that ends turns besides the template's own."""
-    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
-    (end,) = tokenizer.encode("7", add_special_tokens=False)
+    (end,) = load_tokenizer(MODEL).encode("7", add_special_tokens=False)
     settings = ["--model.freeze", '["*.embed_tokens.*", "model.layers.0.*"]']
-    settings += ["--rollout.stop_token_ids", f"[{end}]", "--run.num_steps", "2"]
-    whole = run(tmp_path / "whole", *settings)
-    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "1")
-    run(parted, *settings, "--run.resume")
-    assert contents(parted) == contents(whole)
-    final = "checkpoints/step_000002/model.safetensors"
-    assert (parted / final).read_bytes() == (whole / final).read_bytes()
+    settings += ["--rollout.stop_token_ids", f"[{end}]"]
+    whole = resumed(tmp_path, *settings, at=1, steps=2)
     before = load_file(QUICKSTART.parent / "model" / "model.safetensors")
-    after = load_file(whole / final)
+    after = load_file(whole / "checkpoints/step_000002/model.safetensors")
     moved = {name for name, each in before.items() if not torch.equal(each, after[name])}
     assert moved and not any("embed_tokens" in each or "layers.0." in each for each in moved)
     found = 0
@@ -305,21 +324,13 @@ def test_in_bfloat16_a_run_learns_resumes_and_agrees_with_its_sampler(tmp_path):
         *("--objective.preset", "ppo", "--train.warmup_steps", "0"),
         *("--rollout.groups_per_step", "2", "--rollout.group_size", "2"),
     ]
-    whole = run(tmp_path / "whole", *settings, "--run.num_steps", "2")
-    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "1")
-    run(parted, *settings, "--run.num_steps", "2", "--run.resume")
-    assert contents(parted) == contents(whole)
-    assert untimed(read_metrics(parted)) == untimed(read_metrics(whole))
-    for name in ("model", "optimizer", "critic", "critic_optimizer"):
-        mine, its = (
-            d / "checkpoints" / "step_000002" / f"{name}.safetensors" for d in (parted, whole)
-        )
-        assert mine.read_bytes() == its.read_bytes(), name
+    whole = resumed(tmp_path, *settings, at=1, steps=2)
+    assert {"critic.safetensors", "critic_optimizer.safetensors"} < tensors_of(whole, 2).keys()
     for row in read_metrics(whole):
         # Both compute with the same bfloat16 weights and round between other sums.
         assert row["policy/rollout_train_logprob_diff_mean"] < 0.02
     saved = str(whole / "checkpoints" / "step_000002")
-    begun = load_model(str(QUICKSTART.parent / "model"), dtype=torch.float32, device="cpu")
+    begun = load_model(MODEL, dtype=torch.float32, device="cpu")
     ended = load_model(saved, dtype=torch.float32, device="cpu")
     pairs = zip(begun.parameters(), ended.parameters(), strict=True)
     moved = torch.cat([(e - b).detach().flatten() for b, e in pairs])
@@ -340,18 +351,7 @@ def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
         *("--objective.kl.coef", "0.1", "--objective.kl.target", "0.01"),
         *("--objective.kl.horizon", "12"),
     ]
-    whole = run(tmp_path / "whole", *settings)
-    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "2")
-    run(parted, *settings, "--run.resume")
-    assert contents(parted) == contents(whole)
-    metrics = read_metrics(whole)
-    assert untimed(read_metrics(parted)) == untimed(metrics)
-    for name in ("model", "optimizer", "critic", "critic_optimizer"):
-        mine, its = (
-            d / "checkpoints" / "step_000003" / f"{name}.safetensors" for d in (parted, whole)
-        )
-        assert mine.read_bytes() == its.read_bytes(), name
-
+    metrics = read_metrics(resumed(tmp_path, *settings, at=2))
     first, second, third = metrics
     assert first["train/updates"] == 0 and first["critic/updates"] == 2
     assert "train/grad_norm" not in first and second["train/grad_norm"] > 0
@@ -363,24 +363,10 @@ def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_learns_with_the_routes_that_it_was_sampled_with(tmp_path):
-    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
-    model = tiny_model(
-        "qwen3_moe",
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=256,
-    )
-    model.save_pretrained(tmp_path / "mixture")
-    tokenizer.save_pretrained(tmp_path / "mixture")
-    settings = ["--model.path", str(tmp_path / "mixture"), "--model.dtype", "bfloat16"]
+    settings = ["--model.path", save_mixture(tmp_path / "mixture"), "--model.dtype", "bfloat16"]
     settings += ["--run.preflight", "false"]  # a random model has no rewards
     chosen = read_metrics(run(tmp_path / "chosen", *settings))
-    settings += ["--train.router_replay", "true"]
-    whole = run(tmp_path / "whole", *settings)
-    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "2")
-    run(parted, *settings, "--run.resume")
-    final = "checkpoints/step_000003/model.safetensors"
-    assert (parted / final).read_bytes() == (whole / final).read_bytes()
+    whole = resumed(tmp_path, *settings, "--train.router_replay", "true", at=2)
     key = "policy/rollout_train_logprob_diff_mean"
     for replayed, other in zip(read_metrics(whole), chosen, strict=True):
         assert replayed[key] < other[key] and replayed["train/unrouted"] == 0
@@ -391,34 +377,21 @@ def test_another_reference_that_becomes_the_policy_resumes(finished, tmp_path):
     reference = finished / "checkpoints" / "step_000003"
     settings = ["--objective.kl.where", "loss", "--objective.kl.coef", "0.1"]
     settings += ["--model.reference", str(reference), "--model.reference_every", "2"]
-    whole = run(tmp_path / "whole", *settings, "--run.num_steps", "4")
-    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "3")
-    run(parted, *settings, "--run.num_steps", "4", "--run.resume")
-    assert contents(parted) == contents(whole)
-    metrics = read_metrics(whole)
-    assert untimed(read_metrics(parted)) == untimed(metrics)
-    last = "checkpoints/step_000004"
-    for name in ("model", "optimizer", "reference"):
-        mine, its = (d / last / f"{name}.safetensors" for d in (parted, whole))
-        assert mine.read_bytes() == its.read_bytes(), name
-    now, then = (
-        load_file(whole / last / "model.safetensors"),
-        load_file(reference / "model.safetensors"),
-    )
-    became = load_file(whole / last / "reference.safetensors")
+    whole = resumed(tmp_path, *settings, at=3, steps=4)
+    last = whole / "checkpoints" / "step_000004"
+    now, then = (load_file(each / "model.safetensors") for each in (last, reference))
+    became = load_file(last / "reference.safetensors")
     assert all(torch.equal(became[name], now[name]) for name in became)
-    first, _, third, fourth = (each["policy/kl_ref"] for each in metrics)
+    first, _, third, fourth = (each["policy/kl_ref"] for each in read_metrics(whole))
     assert first > 1e-4 and third == pytest.approx(0, abs=1e-9) and fourth > 1e-9
     assert any(not torch.equal(became[name], then[name]) for name in became)
     with pytest.raises(CheckpointError, match=r"model\.reference_every: checkpoint 2, now 3"):
-        run(parted, *settings[:-1], "3", "--run.num_steps", "5", "--run.resume")
+        run(whole, *settings[:-1], "3", "--run.num_steps", "5", "--run.resume")
 
 
 def test_a_greedy_answer_to_each_task_is_a_baseline(tmp_path):
-    settings = [
-        *("--objective.baseline.kind", "given", "--objective.scale.kind", "none"),
-        *("--run.num_steps", "2"),
-    ]
+    settings = ["--objective.baseline.kind", "given", "--objective.scale.kind", "none"]
+    settings += ["--run.num_steps", "2"]
     one = run(tmp_path / "one", *settings)
     metrics = read_metrics(one)
     for row in metrics:
@@ -431,11 +404,10 @@ def test_a_greedy_answer_to_each_task_is_a_baseline(tmp_path):
 
 
 def test_a_teacher_beside_the_policy_equals_one_on_a_server(tmp_path):
-    model = load_model(str(QUICKSTART.parent / "model"), dtype=torch.float32, device="cpu")
-    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
+    model = load_model(MODEL, dtype=torch.float32, device="cpu")
     settings = ["--objective.preset", "opd", "--run.num_steps", "2"]
-    local = run(tmp_path / "local", *settings, "--teacher.path", str(QUICKSTART.parent / "model"))
-    with running(PromptServer(model, tokenizer)) as url:
+    local = run(tmp_path / "local", *settings, "--teacher.path", MODEL)
+    with running(PromptServer(model, load_tokenizer(MODEL))) as url:
         remote = run(tmp_path / "remote", *settings, "--teacher.url", url)
     ours, its = untimed(read_metrics(remote)), untimed(read_metrics(local))
     for mine, other in zip(ours, its, strict=True):
@@ -445,9 +417,8 @@ def test_a_teacher_beside_the_policy_equals_one_on_a_server(tmp_path):
 
 
 def test_states_of_the_environment_reach_gigpo(tmp_path):
-    metrics = read_metrics(
-        run(tmp_path / "run", "--objective.credit.kind", "gigpo", "--run.num_steps", "1")
-    )
+    settings = ["--objective.credit.kind", "gigpo", "--run.num_steps", "1"]
+    metrics = read_metrics(run(tmp_path / "run", *settings))
     assert metrics[0]["train/updates"] == 1 and metrics[0]["advantage/abs_mean"] > 0
 
 
@@ -494,20 +465,14 @@ def test_a_run_whose_episodes_fail_for_one_cause_says_so_and_stops(tmp_path):
 
 def test_wrong_input_is_one_line_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.delenv("AGENTRL_VLLM_PYTHON", raising=False)
+    teacher = ["--objective.preset", "opd", "--teacher.path", str(tmp_path / "none")]
+    short = ["--rollout.max_context_tokens", "8", "--rollout.max_turn_tokens", "8"]
     cases = [
         (["--env.split", "nope"], ConfigError, "no split 'nope'"),
         (["--objective.preset", "opd"], ConfigError, "set teacher.path"),
-        (
-            ["--objective.preset", "opd", "--teacher.path", str(tmp_path / "none")],
-            ConfigError,
-            "does not exist",
-        ),
+        (teacher, ConfigError, "does not exist"),
         (["--objective.reward.weights.speed", "1"], ConfigError, "components are correct"),
-        (
-            ["--rollout.max_context_tokens", "8", "--rollout.max_turn_tokens", "8"],
-            TrainingError,
-            "rollout.max_context_tokens",
-        ),
+        (short, TrainingError, "rollout.max_context_tokens"),
         (["--inference.backend", "openai", "--inference.urls", "x"], ConfigError, "embedded"),
         (["--inference.backend", "vllm"], ConfigError, "inference.python"),
         (["--rollout.max_staleness", "1"], ConfigError, "inference.backend"),
@@ -535,15 +500,11 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_the_run(tmp_
 
 
 def test_nccl_between_a_cpu_and_servers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "agentrl.inference.launcher.ServerLauncher.start", None
-    )  # nothing is started
+    # Nothing is started.
+    monkeypatch.setattr("agentrl.inference.launcher.ServerLauncher.start", None)
+    settings = ["--inference.backend", "vllm", "--inference.transfer", "nccl"]
     with pytest.raises(ConfigError, match=r"model is on the cpu; set model\.device = 'cuda'"):
-        run(
-            tmp_path / "run",
-            *("--inference.backend", "vllm", "--inference.transfer", "nccl"),
-            *("--model.device", "cpu"),
-        )
+        run(tmp_path / "run", *settings, "--model.device", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -179,12 +179,7 @@ def test_every_trained_token_sees_its_own_history(samples, token_budget):
 
 def test_a_tree_by_hand():
     system, prompt = list(range(20)), list(range(20, 40))
-    rows = [
-        [*system, *prompt, 1, 2, 3],
-        [*system, 7, 8],
-        [*system, *prompt, 4],
-        [*system, *prompt],
-    ]
+    rows = [[*system, *prompt, 1, 2, 3], [*system, 7, 8], [*system, *prompt, 4], [*system, *prompt]]
     samples = [sample_of(row, [0] * (len(row) - 1) + [1]) for row in rows]
     tree = SortedRows([0, 1, 2, 3], [np.array(row) for row in rows]).tree()
     assert [(s.start, s.stop, sorted(s.rows), s.parent) for s in tree] == [

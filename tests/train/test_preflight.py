@@ -59,27 +59,19 @@ def with_tool_errors(played: list[Trajectory]) -> list[Trajectory]:
 @pytest.mark.parametrize(
     ("played", "message"),
     [
-        (
-            episodes(64, [0.0], finish_reason="length"),
-            "64 of 64 turns by rollout.max_turn_tokens = 512",
-        ),
-        (
-            episodes(64, [0.0], parse_status="malformed"),
-            "64 of 64 turns .*could not be read.*rollout.dialect",
-        ),
+        (episodes(64, [0.0], finish_reason="length"),
+         "64 of 64 turns by rollout.max_turn_tokens = 512"),
+        (episodes(64, [0.0], parse_status="malformed"),
+         "64 of 64 turns .*could not be read.*rollout.dialect"),
         (episodes(64, [0.0], stop=StopReason.MAX_TURNS), "64 by rollout.max_turns = 8"),
-        (
-            episodes(64, [0.0], stop=StopReason.CONTEXT_LENGTH),
-            "64 by rollout.max_context_tokens = 4096",
-        ),
+        (episodes(64, [0.0], stop=StopReason.CONTEXT_LENGTH),
+         "64 by rollout.max_context_tokens = 4096"),
         (episodes(64, [1.0]), "all 64 rewards so far are 1.*harder tasks"),
         (episodes(preflight.MOST, [0.0]), "the episodes are sound: take easier tasks"),
-        (
-            with_tool_errors(episodes(preflight.MOST, [0.0])),
-            "100% of the tool calls failed.*mend the tool or grader",
-        ),
+        (with_tool_errors(episodes(preflight.MOST, [0.0])),
+         "100% of the tool calls failed.*mend the tool or grader"),
     ],
-)
+)  # fmt: skip
 def test_a_run_that_cannot_learn_stops_with_the_cause_and_how_to_go_on(played, message):
     with pytest.raises(TrainingError, match=f"{message}.*run.preflight = false"):
         FirstRewards(True).look(played, config())

@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_loop import QUICKSTART, contents, untimed
+from test_loop import QUICKSTART, contents, save_mixture, untimed
 
-from agentrl.model.load import load_model, load_tokenizer
+from agentrl.model.load import load_model
 from agentrl.rollout import read_signals, read_trajectories
 from agentrl.view.tracking import read_metrics
 
@@ -97,16 +96,7 @@ def played(run_dir: Path) -> list[tuple]:
 
 @pytest.mark.slow
 def test_a_mixture_on_two_ranks_learns_with_the_routes_that_it_was_sampled_with(tmp_path):
-    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
-    model = tiny_model(
-        "qwen3_moe",
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=256,
-    )
-    model.save_pretrained(tmp_path / "mixture")
-    tokenizer.save_pretrained(tmp_path / "mixture")
-    settings = ["--model.path", str(tmp_path / "mixture"), "--run.num_steps", "2"]
+    settings = ["--model.path", save_mixture(tmp_path / "mixture"), "--run.num_steps", "2"]
     settings += ["--run.preflight", "false"]  # a random model has no rewards
     run_dir = train(2, tmp_path / "run", *settings, "--train.router_replay", "true")
     metrics = read_metrics(run_dir)

@@ -99,10 +99,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-SAMPLES = [
-    sample_of([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
-    sample_of([11, 12, 13], [0, 0, 1]),
-]
+SAMPLES = [sample_of([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]), sample_of([11, 12, 13], [0, 0, 1])]
 
 
 def test_a_server_gives_what_the_local_model_would(model, tokenizer):
@@ -190,21 +187,13 @@ async def test_a_local_teacher_is_frozen(tokenizer):
     ("sections", "reason"),
     [
         ({"objective": {"preset": "opd"}}, "set teacher.path to a model with the policy's tok"),
-        (
-            {"objective": {"preset": "opd"}, "teacher": {"path": "a", "url": "b"}},
-            "teacher.url to a server with such a model, not both",
-        ),
+        ({"objective": {"preset": "opd"}, "teacher": {"path": "a", "url": "b"}},
+         "teacher.url to a server with such a model, not both"),
         ({"teacher": {"path": "a"}}, "teacher.path is set, but the objective does not use"),
-        (
-            {
-                "objective": {"preset": "opd"},
-                "teacher": {"url": "b"},
-                "rollout": {"temperature": 0.7},
-            },
-            "rollout.temperature = 0.7; set it to 1, or load the teacher",
-        ),
+        ({"objective": {"preset": "opd"}, "teacher": {"url": "b"}, "rollout": {"temperature": 0.7}},
+         "rollout.temperature = 0.7; set it to 1, or load the teacher"),
     ],
-)
+)  # fmt: skip
 def test_a_run_file_that_cannot_work_is_refused(sections, reason):
     with pytest.raises(ValueError, match=reason):
         RunConfig.model_validate({"model": {"path": "m"}} | sections)

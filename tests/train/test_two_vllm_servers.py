@@ -21,7 +21,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
-from vllm_fixture import ROOT, vllm_python
+from test_vllm_training import server_processes
+from vllm_fixture import ROOT, tree, vllm_python
 
 from agentrl.config import load_config
 from agentrl.inference import remote as engine_module
@@ -119,13 +120,13 @@ class Witness:
         there = [call for call in self.calls if call.url == newest.url and not call.ended]
         if len(there) < MEMBERS or newest.turn.endswith("-t000"):
             return
-        self.num_processes = len(processes_of(self.run_dir))
+        self.num_processes = len(server_processes(self.run_dir))
         self.dead, self.in_flight, self.killed_at = newest.url, there, time.monotonic()
         server = server_process(newest.url)
         if self.fault == "killed":
             os.kill(server, signal.SIGKILL)
         else:
-            for process in descendants_of(server):
+            for process in tree(server):
                 os.kill(process, signal.SIGSTOP)
 
     def stop_when_enough_was_seen(self) -> None:
@@ -212,31 +213,6 @@ def server_process(url: str) -> int:
     raise AssertionError(f"no process serves {url}")
 
 
-def descendants_of(process: int) -> list[int]:
-    found, parents = [], [process]
-    while parents:
-        listings = Path(f"/proc/{parents.pop()}/task").glob("*/children")
-        children = [int(pid) for listing in listings for pid in listing.read_text().split()]
-        found += children
-        parents += children
-    return found
-
-
-def processes_of(run_dir: Path) -> list[int]:
-    """Living processes whose environment names this run's plugin: servers and their children."""
-    found = []
-    for proc in Path("/proc").iterdir():
-        if proc.name.isdigit():
-            try:
-                environment = (proc / "environ").read_bytes()
-                state = (proc / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if str(run_dir / "plugin").encode() in environment and state != "Z":
-                found.append(int(proc.name))
-    return found
-
-
 def largest_difference(calls: list[Call], run_dir: Path, temperature: float) -> tuple[float, int]:
     """Largest |server - trainer| over the log-probs of all sampled tokens, and their number.
 
@@ -275,7 +251,7 @@ def test_the_other_server_takes_over_and_the_killed_one_has_its_weights_before_i
         ],
     )
     train(config, quiet=True)
-    assert not processes_of(run_dir)
+    assert not server_processes(run_dir)
 
     dead, killed_at = witness.dead, witness.killed_at
     assert dead is not None and witness.num_processes > 0

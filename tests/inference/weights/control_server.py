@@ -205,12 +205,7 @@ async def syncing(transfer: Transfer, *servers: ControlServer | str, **settings)
             each if isinstance(each, str) else (await stack.enter_async_context(serving(each))).url
             for each in servers
         ]
-        sync = ServerWeightSync(
-            urls,
-            transfer=transfer,
-            probe_ids=PROBE_IDS,
-            **settings,
-        )
+        sync = ServerWeightSync(urls, transfer=transfer, probe_ids=PROBE_IDS, **settings)
         try:
             yield sync
         finally:

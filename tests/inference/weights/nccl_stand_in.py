@@ -115,10 +115,9 @@ class NCCLServer(ControlServer):
         self.workers = []
 
     async def handle(self, request: web.Request) -> web.Response:
-        threaded = {
-            "/init_weight_transfer_engine": self.join,
-            "/update_weights": self.receive,
-        }.get(request.path)
+        threaded = {"/init_weight_transfer_engine": self.join, "/update_weights": self.receive}.get(
+            request.path
+        )
         if threaded is None or request.path in self.answer:
             return await super().handle(request)
         self.calls.append(request.path)

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from control_server import (
-    PROBE_IDS,
-    ControlServer,
-    error,
-    perturb,
-    serving,
-    tiny_model,
-)
+from control_server import PROBE_IDS, ControlServer, error, perturb, serving, tiny_model
 
 from agentrl.errors import WeightSyncError
 from agentrl.inference.weights.push import ServerWeightSync

@@ -269,10 +269,7 @@ async def test_a_server_whose_engine_dies_does_not_hold_up_the_others(tmp_path, 
 
 @pytest.mark.parametrize(
     "route",
-    [
-        "/init_weight_transfer_engine",
-        pytest.param("/update_weights", marks=pytest.mark.slow),
-    ],
+    ["/init_weight_transfer_engine", pytest.param("/update_weights", marks=pytest.mark.slow)],
 )
 async def test_a_server_that_hangs_holds_up_the_others_once(tmp_path, monkeypatch, route):
     monkeypatch.setattr(control_module, "RESUME_TIMEOUT_S", 0.1)
