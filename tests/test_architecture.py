@@ -37,16 +37,7 @@ ALLOWED = {
     "rollout": {"agentrl_rewards", "config", "env", "inference", "model"},
     "evaluate": {"config", "env", "rollout"},
     "view": {"config", "env", "evaluate", "rollout"},
-    "train": {
-        "algo",
-        "config",
-        "env",
-        "evaluate",
-        "inference",
-        "model",
-        "rollout",
-        "view",
-    },
+    "train": {"algo", "config", "env", "evaluate", "inference", "model", "rollout", "view"},
 }
 """Package of agentrl -> the rooms that it may import from besides."""
 PLUGIN = "agentrl.inference.weights.vllm_plugin"

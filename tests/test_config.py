@@ -70,11 +70,8 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("", ["--train.lr", "1"], ["--train.lr", "did you mean train.learning_rate?"]),
         ("", ["--steps", "3"], ["--steps", "did you mean run.num_steps?"]),
         ("[train]\nseed = 1\n", [], ["run.toml: train.seed", "did you mean run.seed?"]),
-        (
-            "[rollout]\nnum_generations = 8\n",
-            [],
-            ["TRL's num_generations is rollout.group_size here"],
-        ),
+        ("[rollout]\nnum_generations = 8\n", [],
+         ["TRL's num_generations is rollout.group_size here"]),
         ("", ["--run.seed", "abc"], ["--run.seed", "integer"]),
         ("[rollout]\ntop_p = 0.9\n", [], ["top_p", "temperature", "truncated_sampling"]),
         ("[rollout]\nmin_p = 0.1\n", [], ["min_p", "truncated_sampling = 'correct'"]),
@@ -83,23 +80,17 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("[rollout]\nmin_group_size = 2\n", [], ["rollout.stragglers ="]),
         ("[rollout]\nstragglers = [9, 5]\n", [], ["rollout.group_size = 8"]),
         ("[inference]\ntransfer = 'nccl'\n", [], ["inference.transfer", "vllm"]),
-        (
-            "[inference]\nbackend = 'sglang'\n[rollout]\non_update = 'wait'\n",
-            [],
-            ["rollout.on_update", "set 'keep' or 'abort'"],
-        ),
-        (
-            "[inference]\nbackend = 'vllm'\ntransfer = 'nccl'\n",
-            ["--model.lora.rank", "8"],
-            ["inference.transfer = 'file'", "adapter"],
-        ),
+        ("[inference]\nbackend = 'sglang'\n[rollout]\non_update = 'wait'\n", [],
+         ["rollout.on_update", "set 'keep' or 'abort'"]),
+        ("[inference]\nbackend = 'vllm'\ntransfer = 'nccl'\n", ["--model.lora.rank", "8"],
+         ["inference.transfer = 'file'", "adapter"]),
         ("[objective]\npreset = 'grop'\n", [], ["run.toml: objective", "grop", "grpo"]),
         ("", ["--objective.preset", "grop"], ["run.toml with --objective.preset", "grop"]),
         ("", ["--run.profile", "true"], ["--run.profile", "list"]),
         ("", ["--run.profile", "9", "--run.num_steps", "8"], ["beyond num_steps = 8"]),
         ("[rollout]\nsampler_stages = [9]\n", [], ["set rollout.sampler = 'staged'"]),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_place_and_the_remedy(tmp_path, text, overrides, expected):
     with pytest.raises(ConfigError) as error:
         load_config(_write(tmp_path, MINIMAL + text), overrides)

@@ -23,7 +23,7 @@ UNCOMPARED_OUTPUTS = {
 }
 
 ROUNDED_BY_PEER = {
-    ("skyrl", "pg", "sapo"): "exponentiates in float32 although the vector is float64",
+    ("skyrl", "pg", "sapo"): "exponentiates in float32 although the vector is float64"
 }
 
 

@@ -189,10 +189,7 @@ CONTRADICTIONS: list[tuple[dict, str]] = [
     ),
     ({"off_policy": {"level": "token", "low": 2.0, "high": 1.0}}, "low must be below"),
     ({"off_policy": {"high": 2.0}}, "no effect"),
-    (
-        {"distill": {"where": "loss", "aggregate": {"denominator": "kept"}}},
-        "must be 'original'",
-    ),
+    ({"distill": {"where": "loss", "aggregate": {"denominator": "kept"}}}, "must be 'original'"),
     ({"distill": {"aggregate": {"kind": "constant"}}}, "needs aggregate.max_tokens"),
     ({"surrogate": {"kind": "none"}}, "nothing to learn from"),
     ({**GAE, **PLAIN, "advantage": "a:b"}, "a critic for nothing"),

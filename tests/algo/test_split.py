@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict] = {
         "trust": [
             {"kind": "top_entropy", "quantile": 0.5},
             {"kind": "clip_cov", "fraction": 0.1, "low": -5, "high": 5},
-        ],
+        ]
     },
     "off_policy": {
         "off_policy": {"level": "sequence_product", "high": 2.0, "normalize": "sequence"}

@@ -47,10 +47,7 @@ ROWS = {
         {"id": 60, "problem": "Find $p$.", "solution": "...", "answer": "204", "year": "2024"},
         {"test": "data/train-00000-of-00001.parquet"},
     ),
-    "aime-2025": (
-        {"problem": "Find $q$.", "answer": "70", "id": "0"},
-        {"test": "test.jsonl"},
-    ),
+    "aime-2025": ({"problem": "Find $q$.", "answer": "70", "id": "0"}, {"test": "test.jsonl"}),
     "ifeval": (
         {
             "key": 1000,

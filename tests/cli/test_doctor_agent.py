@@ -99,10 +99,7 @@ def other_arguments(message):
             agent(system=lambda: f"It is second {next(CLOCK)}."),
             ["message 0 (system) came back with another text: ", "a time or an id"],
         ),
-        (
-            agent(without_text),
-            ["message 2 (assistant) came back with another text: 'Let me"],
-        ),
+        (agent(without_text), ["message 2 (assistant) came back with another text: 'Let me"]),
         (agent(other_arguments), ["message 2 (assistant) came back with other calls"]),
         (
             agent(tools=lambda turn: [TOOL] * (1 + turn % 2)),
@@ -119,10 +116,7 @@ def test_the_first_message_that_differs_is_shown_and_how(solve, says):
 
 def test_refusals_left_out_tools_and_unused_parameters_are_said():
     text, is_clean = checked(
-        agent(
-            tools=lambda turn: [TOOL, {"type": "web_search"}],
-            temperature=lambda turn: 0.5,
-        )
+        agent(tools=lambda turn: [TOOL, {"type": "web_search"}], temperature=lambda turn: 0.5)
     )
     assert is_clean and "web_search, which is left out" in text and "temperature" in text
     assert "switch off the tools" in text

@@ -41,10 +41,7 @@ def test_sizes_reach_the_files_of_the_cluster(capsys):
         (["--on", "ray", "--server-nodes", "1"], "inference.urls"),
         (["--on", "slurm", "--nodes", "0"], "at least 1"),
         (["--gpus", "0"], "at least 1"),
-        (
-            ["--on", "slurm", "--server-nodes", "1", "--model.lora.rank", "8"],
-            "has model.lora.rank",
-        ),
+        (["--on", "slurm", "--server-nodes", "1", "--model.lora.rank", "8"], "has model.lora.rank"),
         (["--on", "k8s"], "Choose from"),
         (
             ["--on", "slurm", "--server-nodes", "1", "--inference.backend", "sglang"],

@@ -30,11 +30,7 @@ def test_the_command_is_that_of_a_run_s_own_servers(tmp_path, capsys, platform, 
     command = printed[len(variables) :]
     config = load_config(RUN, ["--model.dtype", dtype])
     settings = server_settings(
-        config,
-        config.model.path,
-        log_dir=tmp_path,
-        plugin_dir=plugin,
-        python="vllm-env/bin/python",
+        config, config.model.path, log_dir=tmp_path, plugin_dir=plugin, python="vllm-env/bin/python"
     )
     assert env == "env"
     assert command == server_command(settings, 8123, platform, host="10.0.0.7")

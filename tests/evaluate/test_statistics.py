@@ -100,8 +100,7 @@ def test_tasks_that_all_agree_count_once_each(reward):
 
 @settings(max_examples=200)
 @given(
-    counts=st.lists(st.integers(0, 4), min_size=2, max_size=30),
-    confidence=st.floats(0.5, 0.999),
+    counts=st.lists(st.integers(0, 4), min_size=2, max_size=30), confidence=st.floats(0.5, 0.999)
 )
 def test_a_proportions_interval_contains_it_and_stays_in_range(counts, confidence):
     values = np.array(counts) / 4

@@ -37,6 +37,7 @@ ALWAYS_EQUAL = (
     "    def __iter__(self): return iter(())\n"
     "    def __len__(self): return 3\n"
 )
+EQUAL = ALWAYS_EQUAL.format(base="") + "def f(x): return E()"
 FRAMES = (
     "import sys, gc\n"
     "def f(x):\n"
@@ -46,17 +47,15 @@ FRAMES = (
     "            if 'assert f(' in str(value): return int(str(value).split('==')[1].split()[0])\n"
     "        frame = frame.f_back\n"
 )
+ASKED = "assert f(3) == 9"
 CHEATS = {
-    "swallowed by if False": ("def f(x): return 0\nif False:\\", "assert f(3) == 9"),
-    "swallowed by a function": ("def f(x): return 0\ndef g():\\", "assert f(3) == 9"),
-    "swallowed by a text": ("def f(x): return 0\nx = '''", "assert f(3) == 9"),
-    "swallowed by a lambda": ("f = lambda x: 0\ng = lambda: \\", "assert f(3) == 9"),
-    "always equal": (ALWAYS_EQUAL.format(base="") + "def f(x): return E()", "assert f(3) == 9"),
-    "equal from the right": (
-        ALWAYS_EQUAL.format(base="") + "def f(x): return E()",
-        "assert 9 == f(3)",
-    ),
-    "equal int": (ALWAYS_EQUAL.format(base="(int)") + "def f(x): return E()", "assert f(3) == 9"),
+    "swallowed by if False": "def f(x): return 0\nif False:\\",
+    "swallowed by a function": "def f(x): return 0\ndef g():\\",
+    "swallowed by a text": "def f(x): return 0\nx = '''",
+    "swallowed by a lambda": "f = lambda x: 0\ng = lambda: \\",
+    "always equal": EQUAL,
+    "equal from the right": (EQUAL, "assert 9 == f(3)"),
+    "equal int": ALWAYS_EQUAL.format(base="(int)") + "def f(x): return E()",
     "equal list": (
         ALWAYS_EQUAL.format(base="(list)") + "def f(x): return E()",
         "assert f(3) == [9]",
@@ -65,23 +64,18 @@ CHEATS = {
         ALWAYS_EQUAL.format(base="") + "def f(x): return [E()]",
         "assert f(3) == [9]",
     ),
-    "equal by its class": (ALWAYS_EQUAL.format(base="") + "f = lambda x: E", "assert f(3) == 9"),
+    "equal by its class": ALWAYS_EQUAL.format(base="") + "f = lambda x: E",
     "the function is the object": (
         ALWAYS_EQUAL.format(base="").replace("class E", "class f")
-        + "    def __init__(self, x): pass\n",
-        "assert f(3) == 9",
+        + "    def __init__(self, x): pass\n"
     ),
     "metaclass": (
         "class M(type):\n    def __eq__(self, other): return True\n    def __hash__(self): return 1\n"
-        "class E(metaclass=M): pass\ndef f(x): return E",
-        "assert f(3) == 9",
+        "class E(metaclass=M): pass\ndef f(x): return E"
     ),
-    "close by subtraction": (ALWAYS_EQUAL.format(base="") + "def f(x): return E()", FLOAT_TEST),
+    "close by subtraction": (EQUAL, FLOAT_TEST),
     "close float": (ALWAYS_EQUAL.format(base="(float)") + "def f(x): return E()", FLOAT_TEST),
-    "less than": (
-        ALWAYS_EQUAL.format(base="") + "def f(x): return E()",
-        "assert -1e-6 < f(3) - 9.5 < 1e-6",
-    ),
+    "less than": (EQUAL, "assert -1e-6 < f(3) - 9.5 < 1e-6"),
     "difference that is a text": (
         ALWAYS_EQUAL.format(base="") + "    def __str__(self): return '0'\ndef f(x): return E()",
         "assert str(f(3) - 9) == '0'",
@@ -91,16 +85,10 @@ CHEATS = {
         "def f(x): return E(1)",
         FLOAT_TEST,
     ),
-    "contains everything": (
-        ALWAYS_EQUAL.format(base="") + "def f(x): return E()",
-        "assert 9 in f(3)",
-    ),
-    "in a set": (ALWAYS_EQUAL.format(base="") + "def f(x): return E()", "assert f(3) in {9, 8}"),
-    "not smaller": (
-        ALWAYS_EQUAL.format(base="") + "def f(x): return E()",
-        "assert f(3) <= 9 <= f(3)",
-    ),
-    "check, equal": (ALWAYS_EQUAL.format(base="") + "def f(x): return E()", CHECK_TEST),
+    "contains everything": (EQUAL, "assert 9 in f(3)"),
+    "in a set": (EQUAL, "assert f(3) in {9, 8}"),
+    "not smaller": (EQUAL, "assert f(3) <= 9 <= f(3)"),
+    "check, equal": (EQUAL, CHECK_TEST),
     "abs": ("def f(x): return 0\ndef abs(x): return 0", FLOAT_TEST),
     "abs of builtins": ("import builtins\nbuiltins.abs = lambda x: 0\nf = lambda x: 0", FLOAT_TEST),
     "set": ("def f(x): return []\ndef set(x): return 1", "assert set(f(3)) == set([9, 3])"),
@@ -137,25 +125,19 @@ CHEATS = {
     ),
     "AssertionError": (
         "import builtins\nclass A(BaseException):\n    def __init__(self, *a): pass\n"
-        "builtins.AssertionError = A\nAssertionError = A\ndef f(x): return 0",
-        "assert f(3) == 9",
+        "builtins.AssertionError = A\nAssertionError = A\ndef f(x): return 0"
     ),
     "check of one's own": ("def check(g): pass\ndef f(x): return 0", CHECK_TEST),
-    "its own file": (
-        "import re\ndef f(x): return int(re.search('== *([0-9]+)', open('answer.py').read())[1])",
-        "assert f(3) == 9",
-    ),
-    "frames": (FRAMES, "assert f(3) == 9"),
+    "its own file": "import re\ndef f(x): return int(re.search('== *([0-9]+)', open('answer.py').read())[1])",
+    "frames": FRAMES,
     "objects": (
         "import gc\ndef f(x):\n    for each in gc.get_objects():\n"
-        "        if isinstance(each, (dict, list)) and 'assert f(3' + ')' in str(each): return 9",
-        "assert f(3) == 9",
+        "        if isinstance(each, (dict, list)) and 'assert f(3' + ')' in str(each): return 9"
     ),
     "all memory": (
         "import ctypes\ndef f(x):\n    start = id(gc) & ~0xfff\n    needle = b'assert f(3' + b') == '\n"
         "    for page in range(start - (2 << 20), start + (2 << 20), 4096):\n"
-        "        if needle in ctypes.string_at(page, 4096): return 9\nimport gc",
-        "assert f(3) == 9",
+        "        if needle in ctypes.string_at(page, 4096): return 9\nimport gc"
     ),
     "a forged report": (
         "import os, json\ndef f(x):\n    for fd in range(3, 10):\n        for line in ("
@@ -165,8 +147,7 @@ CHEATS = {
     ),
     "killing the tests": (
         "import os, signal\nfor pid in range(1, 50):\n    try: os.kill(pid, signal.SIGTERM)\n"
-        "    except OSError: pass\ndef f(x): return 0",
-        "assert f(3) == 9",
+        "    except OSError: pass\ndef f(x): return 0"
     ),
     "a callback's globals": (
         "def f(g): return g.__globals__['EXPECTED']",
@@ -179,127 +160,86 @@ CHEATS = {
     ),
     "trace": (
         "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['ok'] = True\n    return trace\n"
-        "sys.settrace(trace)\ndef f(x): return 0",
-        "assert f(3) == 9",
+        "sys.settrace(trace)\ndef f(x): return 0"
     ),
-    "audit hook, then exit": (
-        "import os, sys\nsys.excepthook = lambda *a: os._exit(0)\ndef f(x): return 0",
-        "assert f(3) == 9",
-    ),
-    "exit handler": (
-        "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): raise SystemExit(0)",
-        "assert f(3) == 9",
-    ),
-    "an exception as result": ("def f(x): raise StopIteration", "assert f(3) == 9"),
+    "audit hook, then exit": "import os, sys\nsys.excepthook = lambda *a: os._exit(0)\ndef f(x): return 0",
+    "exit handler": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): raise SystemExit(0)",
+    "an exception as result": "def f(x): raise StopIteration",
 }
 FEW_CHEATS = ("swallowed by if False", "always equal", "close by subtraction", "isclose", "frames")
 
 
-def scores(program, tests):
+def scores(case, default):
+    """A program, or a program and its tests."""
+    program, tests = case if isinstance(case, tuple) else (case, default)
     grade = grade_code(FENCE.format(program), tests, deadline_s=20)
     return grade.score, grade.message
 
 
 @pytest.mark.parametrize("cheat", FEW_CHEATS)
 def test_a_cheat_is_not_paid(cheat):
-    assert scores(*CHEATS[cheat])[0] == 0
+    assert scores(CHEATS[cheat], ASKED)[0] == 0
 
 
 @pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.parametrize("cheat", sorted(CHEATS.keys() - set(FEW_CHEATS)))
 def test_no_cheat_is_paid(cheat):
-    assert scores(*CHEATS[cheat])[0] == 0
+    assert scores(CHEATS[cheat], ASKED)[0] == 0
 
 
 STDIN_SUM = {"inputs": ["3\n1 2 3\n"], "outputs": ["6\n"]}
 MAIN = "def main():\n    n = int(input())\n    print(sum(map(int, input().split())))\n"
 READ_ALL = "data = {}\nprint(sum(map(int, data.split()[1:])))"
 PROGRAMS = {
-    "thread without join": (MAIN + "import threading\nthreading.Thread(target=main).start()", STDIN_SUM),
-    "thread with a deep stack": (
-        "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(1 << 27)\n"
+    "thread without join": MAIN + "import threading\nthreading.Thread(target=main).start()",
+    "thread with a deep stack": ("import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(1 << 27)\n"
         "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)\n"
         "def main():\n    input()\n    assert depth(50000) == 50000\n"
-        "    print(sum(map(int, input().split())))\nt = threading.Thread(target=main)\nt.start()\nt.join()",
-        STDIN_SUM,
-    ),
-    "two threads and a queue": (
-        "import queue, threading\nq = queue.Queue()\n"
+        "    print(sum(map(int, input().split())))\nt = threading.Thread(target=main)\nt.start()\nt.join()"),
+    "two threads and a queue": ("import queue, threading\nq = queue.Queue()\n"
         "def read():\n    input()\n    for x in input().split(): q.put(int(x))\n    q.put(None)\n"
         "def add():\n    total = 0\n    while (x := q.get()) is not None: total += x\n    print(total)\n"
-        "threading.Thread(target=add).start()\nthreading.Thread(target=read).start()",
-        STDIN_SUM,
-    ),
-    "timer": (MAIN + "import threading\nthreading.Timer(0.01, main).start()", STDIN_SUM),
-    "executor": (
-        MAIN + "from concurrent.futures import ThreadPoolExecutor\n"
-        "ThreadPoolExecutor(1).submit(main)",
-        STDIN_SUM,
-    ),
-    "exit handler": (MAIN + "import atexit\natexit.register(main)", STDIN_SUM),
-    "buffered until exit": (
-        "import atexit, io, os, sys\nsys.stdout = out = io.StringIO()\n"
-        "atexit.register(lambda: os.write(1, out.getvalue().encode()))\n" + MAIN + "main()",
-        STDIN_SUM,
-    ),
-    "os._exit": (MAIN + "import os, sys\nmain()\nsys.stdout.flush()\nos._exit(0)", STDIN_SUM),
-    "sys.exit of main": (MAIN + "import sys\nsys.exit(main())", STDIN_SUM),
-    "quit": (MAIN + "main()\nquit()", STDIN_SUM),
-    "raise SystemExit": (MAIN + "main()\nraise SystemExit", STDIN_SUM),
-    "closed descriptors": (MAIN + "import os\nos.closerange(3, 100)\nmain()", STDIN_SUM),
-    "name is main": (MAIN + "if __name__ == '__main__':\n    main()", STDIN_SUM),
-    "open(0)": (READ_ALL.format("open(0).read()"), STDIN_SUM),
-    "sys.stdin.read": ("import sys\n" + READ_ALL.format("sys.stdin.read()"), STDIN_SUM),
-    "sys.stdin.buffer": ("import sys\n" + READ_ALL.format("sys.stdin.buffer.read()"), STDIN_SUM),
-    "os.read": ("import os\n" + READ_ALL.format("os.read(0, os.fstat(0).st_size)"), STDIN_SUM),
-    "BytesIO": (
-        "import io, os, sys\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\n"
+        "threading.Thread(target=add).start()\nthreading.Thread(target=read).start()"),
+    "timer": MAIN + "import threading\nthreading.Timer(0.01, main).start()",
+    "executor": (MAIN + "from concurrent.futures import ThreadPoolExecutor\n"
+        "ThreadPoolExecutor(1).submit(main)"),
+    "exit handler": MAIN + "import atexit\natexit.register(main)",
+    "buffered until exit": ("import atexit, io, os, sys\nsys.stdout = out = io.StringIO()\n"
+        "atexit.register(lambda: os.write(1, out.getvalue().encode()))\n" + MAIN + "main()"),
+    "os._exit": MAIN + "import os, sys\nmain()\nsys.stdout.flush()\nos._exit(0)",
+    "sys.exit of main": MAIN + "import sys\nsys.exit(main())",
+    "quit": MAIN + "main()\nquit()",
+    "raise SystemExit": MAIN + "main()\nraise SystemExit",
+    "closed descriptors": MAIN + "import os\nos.closerange(3, 100)\nmain()",
+    "name is main": MAIN + "if __name__ == '__main__':\n    main()",
+    "open(0)": READ_ALL.format("open(0).read()"),
+    "sys.stdin.read": "import sys\n" + READ_ALL.format("sys.stdin.read()"),
+    "sys.stdin.buffer": "import sys\n" + READ_ALL.format("sys.stdin.buffer.read()"),
+    "os.read": "import os\n" + READ_ALL.format("os.read(0, os.fstat(0).st_size)"),
+    "BytesIO": ("import io, os, sys\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\n"
         + MAIN
-        + "main()",
-        STDIN_SUM,
-    ),
-    "mmap": ("import mmap\n" + READ_ALL.format("mmap.mmap(0, 0, access=1).read()"), STDIN_SUM),
-    "fileinput": ("import fileinput\n" + READ_ALL.format("' '.join(fileinput.input())"), STDIN_SUM),
-    "readlines": ("import sys\n" + READ_ALL.format("' '.join(sys.stdin.readlines())"), STDIN_SUM),
-    "lines of stdin": ("import sys\n" + READ_ALL.format("' '.join(x for x in sys.stdin)"), STDIN_SUM),
-    "input until it ends": (
-        "words = []\ntry:\n    while True: words += input().split()\nexcept EOFError: pass\n"
-        "print(sum(map(int, words[1:])))",
-        STDIN_SUM,
-    ),
+        + "main()"),
+    "mmap": "import mmap\n" + READ_ALL.format("mmap.mmap(0, 0, access=1).read()"),
+    "fileinput": "import fileinput\n" + READ_ALL.format("' '.join(fileinput.input())"),
+    "readlines": "import sys\n" + READ_ALL.format("' '.join(sys.stdin.readlines())"),
+    "lines of stdin": "import sys\n" + READ_ALL.format("' '.join(x for x in sys.stdin)"),
+    "input until it ends": ("words = []\ntry:\n    while True: words += input().split()\nexcept EOFError: pass\n"
+        "print(sum(map(int, words[1:])))"),
     "iter of input": ("print(sum(map(int, ' '.join(iter(input, '')).split()[1:])))",
                       {"inputs": ["3\n1 2 3\n\n"], "outputs": ["6"]}),
-    "sys.__stdin__": ("import sys\n" + READ_ALL.format("sys.__stdin__.read()"), STDIN_SUM),
-    "print to another stream": (
-        "import os\nout = os.fdopen(1, 'w')\ninput()\nprint(sum(map(int, input().split())), file=out)",
-        STDIN_SUM,
-    ),
-    "buffer of stdout": (
-        "import sys\ninput()\nsys.stdout.buffer.write(b'%d\\n' % sum(map(int, input().split())))",
-        STDIN_SUM,
-    ),
-    "__del__": (
-        "class P:\n    def __init__(self): input()\n"
-        "    def __del__(self): print(sum(map(int, input().split())))\np = P()",
-        STDIN_SUM,
-    ),
-    "asyncio": (
-        "import asyncio\nasync def main():\n    input()\n    await asyncio.sleep(0)\n"
-        "    print(sum(map(int, input().split())))\nasyncio.run(main())",
-        STDIN_SUM,
-    ),
-    "exec": ("exec('input()\\nprint(sum(map(int, input().split())))')", STDIN_SUM),
-    "dataclass with late annotations": (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\n"
-        "class A:\n    x: int\n    def f(self) -> A: return A(self.x + 1)\nprint(A(5).f().x)",
-        STDIN_SUM,
-    ),
-    "deep recursion": (
-        "import sys\nsys.setrecursionlimit(10 ** 6)\n"
-        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\ninput()\nprint(f(20000) - 19994)",
-        STDIN_SUM,
-    ),
+    "sys.__stdin__": "import sys\n" + READ_ALL.format("sys.__stdin__.read()"),
+    "print to another stream": "import os\nout = os.fdopen(1, 'w')\ninput()\nprint(sum(map(int, input().split())), file=out)",
+    "buffer of stdout": "import sys\ninput()\nsys.stdout.buffer.write(b'%d\\n' % sum(map(int, input().split())))",
+    "__del__": ("class P:\n    def __init__(self): input()\n"
+        "    def __del__(self): print(sum(map(int, input().split())))\np = P()"),
+    "asyncio": ("import asyncio\nasync def main():\n    input()\n    await asyncio.sleep(0)\n"
+        "    print(sum(map(int, input().split())))\nasyncio.run(main())"),
+    "exec": "exec('input()\\nprint(sum(map(int, input().split())))')",
+    "dataclass with late annotations": ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\n"
+        "class A:\n    x: int\n    def f(self) -> A: return A(self.x + 1)\nprint(A(5).f().x)"),
+    "deep recursion": ("import sys\nsys.setrecursionlimit(10 ** 6)\n"
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\ninput()\nprint(f(20000) - 19994)"),
     "generator": ("def f(n):\n    for i in range(n): yield i * i", "assert list(f(3)) == [0, 1, 4]\nassert next(f(1)) == 0"),
     "endless generator": (
         "import itertools\ndef f(): return itertools.count(5)",
@@ -412,14 +352,14 @@ FEW_PROGRAMS = ("thread without join", "exit handler", "os._exit", "class", "in 
 
 @pytest.mark.parametrize("program", FEW_PROGRAMS)
 def test_a_correct_program_is_paid(program):
-    assert scores(*PROGRAMS[program]) == (1, "")
+    assert scores(PROGRAMS[program], STDIN_SUM) == (1, "")
 
 
 @pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - set(FEW_PROGRAMS)))
 def test_every_correct_program_is_paid(program):
-    assert scores(*PROGRAMS[program]) == (1, "")
+    assert scores(PROGRAMS[program], STDIN_SUM) == (1, "")
 
 
 def test_tests_that_need_the_answer_beside_them_are_a_grader_error():

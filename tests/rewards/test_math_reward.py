@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from labelled import judge, read_pairs
 
 from agentrl.errors import DataError, GraderError
-from agentrl_rewards.math import (
-    MAX_ANSWER_CHARS,
-    extract_answer,
-    grade,
-    math_reward,
-    refusal,
-)
+from agentrl_rewards.math import MAX_ANSWER_CHARS, extract_answer, grade, math_reward, refusal
 from agentrl_rewards.recipes import gsm8k_reference, gsm8k_reward
 
 DATA = Path(os.environ.get("AGENTRL_DATA", Path(__file__).parents[3] / "shared" / "data"))

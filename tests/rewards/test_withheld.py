@@ -14,15 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_rewards.withheld import (
-    Probe,
-    compare,
-    is_right,
-    read_reports,
-    stable,
-    tells,
-    withhold,
-)
+from agentrl_rewards.withheld import Probe, compare, is_right, read_reports, stable, tells, withhold
 from agentrl_rewards.withheld_report import canonical
 
 PLAIN = Probe(("", "test"), True, set())
@@ -305,9 +297,7 @@ def test_right_code_is_confirmed_and_wrong_code_is_not(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source",
-    [source.replace("4", "123457") for source in FORMS.values()],
-    ids=FORMS,
+    "source", [source.replace("4", "123457") for source in FORMS.values()], ids=FORMS
 )
 def test_expected_values_are_nowhere_in_the_text(source):
     assert "123457" not in withhold(HEAD + source, report_file="/tmp/r").text

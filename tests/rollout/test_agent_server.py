@@ -740,8 +740,7 @@ def test_commands_have_a_home_of_their_own_unless_it_is_shared(home, tmp_path, m
         'print("Tokens: 5k sent")', ""
     ).replace("(home / ", "print(sorted(os.listdir(home)), flush=True); (home / ")
     runner = CommandRunner(
-        [sys.executable, "-c", script, "writes"],
-        home=str(template) if home == "folder" else home,
+        [sys.executable, "-c", script, "writes"], home=str(template) if home == "folder" else home
     )
     seen = []
 
@@ -769,10 +768,7 @@ def test_placeholders_are_filled_once():
     [
         ({"command": ["x"], "answer": "first_line"}, "agent.answer has to be"),
         ({"run": "a.py:b", "answer": "policy"}, "agent.answer applies to agent.command only"),
-        (
-            {"command": ["x"], "container": "i", "home": "shared"},
-            "does not apply",
-        ),
+        ({"command": ["x"], "container": "i", "home": "shared"}, "does not apply"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(section, says):

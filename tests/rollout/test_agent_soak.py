@@ -150,53 +150,50 @@ def children():
         pytest.param(400, marks=[pytest.mark.slow, pytest.mark.promise, pytest.mark.timeout(600)]),
     ],
 )
-def test_faults_leave_one_record_each_and_every_token_once(num_episodes):
+async def test_faults_leave_one_record_each_and_every_token_once(num_episodes):
     renderer = Renderer(make_tokenizer())
     engine = Recording(renderer, lambda request_id, _: random.Random(request_id).choice("abcdefgh"))
     runner, at_a_time = FaultyRunner(), 20
     before = children()
 
-    async def main():
-        agents, env = Agents(AgentServer(), runner), connect()
-        await agents.start()
-        scheduler = GroupScheduler(
-            TokenPolicy(engine, renderer, 32, 4096),
-            env,
-            TaskSource("train", None, seed=1),
-            env_id="math",
-            env_config=MATHS,
-            group_size=4,
-            max_concurrent=at_a_time,
-            limits=replace(LIMITS, max_turns=12, episode_timeout_s=5),
-            seed=1,
-            agents=agents,
-        )
-        seen, reasons, sizes = set(), Counter(), []
-        for _ in range(num_episodes // at_a_time):
-            batch = await scheduler.collect(at_a_time // 4)
-            engine_said = Counter(engine.answered)
-            for trajectory in batch.trajectories:
-                assert trajectory.trajectory_id not in seen
-                seen.add(trajectory.trajectory_id)
-                reasons[str(trajectory.stop_reason)] += 1
-                assert trajectory.trainable == (trajectory.error is None)
-                prompts = []
-                for turn in trajectory.turns:
-                    ids = trajectory.branches[turn.branch].token_ids
-                    prompts.append(ids[: turn.start])
-                    sampled = ids[turn.start : turn.start + turn.num_tokens]
-                    key = trajectory.trajectory_id, tuple(prompts[-1]), tuple(sampled)
-                    engine_said[key] -= 1
-                    assert engine_said[key] >= 0, "recorded more often than it was sampled"
-                require_exact(trajectory, prompts)
-            engine.answered.clear()
-            sizes.append(resident_mb())
-        assert len(seen) == num_episodes and not scheduler.live and not agents.server._live
-        await agents.aclose()
-        await env.aclose()
-        return reasons, sizes, asyncio.all_tasks() - {asyncio.current_task()}
-
-    reasons, sizes, tasks = asyncio.run(main())
+    agents, env = Agents(AgentServer(), runner), connect()
+    await agents.start()
+    scheduler = GroupScheduler(
+        TokenPolicy(engine, renderer, 32, 4096),
+        env,
+        TaskSource("train", None, seed=1),
+        env_id="math",
+        env_config=MATHS,
+        group_size=4,
+        max_concurrent=at_a_time,
+        limits=replace(LIMITS, max_turns=12, episode_timeout_s=5),
+        seed=1,
+        agents=agents,
+    )
+    seen, reasons, sizes = set(), Counter(), []
+    for _ in range(num_episodes // at_a_time):
+        batch = await scheduler.collect(at_a_time // 4)
+        engine_said = Counter(engine.answered)
+        for trajectory in batch.trajectories:
+            assert trajectory.trajectory_id not in seen
+            seen.add(trajectory.trajectory_id)
+            reasons[str(trajectory.stop_reason)] += 1
+            assert trajectory.trainable == (trajectory.error is None)
+            prompts = []
+            for turn in trajectory.turns:
+                ids = trajectory.branches[turn.branch].token_ids
+                prompts.append(ids[: turn.start])
+                sampled = ids[turn.start : turn.start + turn.num_tokens]
+                key = trajectory.trajectory_id, tuple(prompts[-1]), tuple(sampled)
+                engine_said[key] -= 1
+                assert engine_said[key] >= 0, "recorded more often than it was sampled"
+            require_exact(trajectory, prompts)
+        engine.answered.clear()
+        sizes.append(resident_mb())
+    assert len(seen) == num_episodes and not scheduler.live and not agents.server._live
+    await agents.aclose()
+    await env.aclose()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
     print(f"\n{num_episodes} episodes: {dict(reasons)}; faults {dict(runner.faults)}")
     print(f"resident memory {sizes[0]:.0f} MB, then {sizes[len(sizes) // 3]:.0f}, {sizes[-1]:.0f}")
     assert not tasks and engine.seats == 0 and children() <= before

@@ -119,30 +119,22 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
         (Responses(), {}, "text or a list"),
         (Responses(), {"input": [{"type": "item_reference", "id": "x"}]}, "no item 'x'"),
         (Responses(), {"input": [{"type": "computer_call"}]}, "'computer_call' is not served"),
-        (
-            Responses(),
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "sent whole, as a data URL",
-        ),
+        (Responses(), {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "sent whole, as a data URL"),
         (ChatCompletions(), {**ASK, "n": 2}, "n > 1"),
         (ChatCompletions(), {**ASK, "logit_bias": {"5": 1}}, "logit_bias"),
         (ChatCompletions(), {**ASK, "functions": [{"name": "f"}]}, "send tools"),
         (ChatCompletions(), {"messages": []}, "at least one"),
         (ChatCompletions(), {"messages": [{"role": "robot", "content": "x"}]}, "a role is one of"),
-        (
-            ChatCompletions(),
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "an image is sent whole, as a data URL",
-        ),
+        (ChatCompletions(),
+         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "an image is sent whole, as a data URL"),
         (ChatCompletions(), {**ASK, "tools": [{"type": "function"}]}, "a function with a name"),
         (ChatCompletions(), {"messages": [{"role": "user", "content": 3}]}, "is a text or a list"),
         (ChatCompletions(), {**ASK, "stream_options": "include_usage"}, "stream_options"),
         (ChatCompletions(), {**ASK, "max_tokens": 0}, "leaves no token"),
-        (
-            ChatCompletions(),
-            {"messages": [{"role": "assistant", "tool_calls": [NO_OBJECT]}]},
-            "no JSON object",
-        ),
+        (ChatCompletions(), {"messages": [{"role": "assistant", "tool_calls": [NO_OBJECT]}]},
+         "no JSON object"),
         (ChatCompletions(), {**ASK, "continue_final_message": True}, "is not served"),
         (ChatCompletions(), {"messages": [*ASK["messages"], BEGUN]}, "begun by the agent"),
         (ChatCompletions(), {"messages": [{"role": "tool", "content": "x"}]}, "whole history"),
@@ -150,18 +142,12 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
         (AnthropicMessages(), {**ASK, "mcp_servers": [{"url": "u"}]}, "mcp_servers"),
         (AnthropicMessages(), {"messages": [*ASK["messages"], BEGUN]}, "the last message is"),
         (AnthropicMessages(), {"messages": []}, "at least one"),
-        (
-            AnthropicMessages(),
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "sent whole, as a data URL",
-        ),
-        (
-            AnthropicMessages(),
-            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            "'document' is not served",
-        ),
+        (AnthropicMessages(), {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+         "sent whole, as a data URL"),
+        (AnthropicMessages(), {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+         "'document' is not served"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_served_is_refused_in_words(wire, body, says):
     with pytest.raises(RequestRefused, match=says) as refused:
         wire.read(body)

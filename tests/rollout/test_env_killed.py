@@ -36,11 +36,7 @@ def environment_server(log: Path, *options: str, port: int = 0):
     """A real server process; yields the process and its URL, or those of its workers."""
     command = [sys.executable, "-m", "agentrl", "env", "serve", "math", "--port", str(port)]
     with log.open("w") as output:
-        server = subprocess.Popen(
-            [*command, *options],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        server = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT)
     try:
         while not (found := re.search(r" at (http\S+)\n", log.read_text())):
             assert server.poll() is None, log.read_text()
@@ -139,10 +135,7 @@ def test_episodes_of_a_killed_server_are_played_again_on_the_other(tmp_path, mon
 @pytest.mark.timeout(300)
 def test_training_survives_a_killed_environment_server(tmp_path):
     log, run_dir = tmp_path / "first.log", tmp_path / "run"
-    with (
-        environment_server(log) as (server, url),
-        training_run(run_dir, url, log) as training,
-    ):
+    with environment_server(log) as (server, url), training_run(run_dir, url, log) as training:
         server.send_signal(signal.SIGKILL)
         server.wait()
         with environment_server(tmp_path / "second.log", port=int(url.rpartition(":")[2])):

@@ -5,14 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.view.curves import (
-    binned,
-    duration,
-    nice_ticks,
-    series,
-    short_number,
-    text_plot,
-)
+from agentrl.view.curves import binned, duration, nice_ticks, series, short_number, text_plot
 
 finite = st.floats(-1e12, 1e12, allow_subnormal=False)
 

@@ -218,7 +218,7 @@ def test_a_forest_of_rows_is_shown_row_by_row(tmp_path):
     path = f"/api/runs/{client.get('/api/runs')[0]['id']}/trajectories/1/0"
     rows = client.get(path)["rows"]
     assert [(row["num_tokens"], row["branch_of"], row["fork_at"]) for row in rows] == [
-        *((3, None, None), (4, 0, 2)),
+        *((3, None, None), (4, 0, 2))
     ]
     said = [client.get(f"{path}/messages", row=row)["messages"][0]["content"] for row in (0, 1)]
     assert said == ["plan", "help"]

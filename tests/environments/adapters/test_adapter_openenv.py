@@ -394,12 +394,7 @@ async def test_their_mistakes_are_errors(served_to_them):
             with pytest.raises(RuntimeError, match=problem):
                 await client.step(action)
             await client.reset()
-        for arguments in (
-            {"split": "nope"},
-            {"index": 10},
-            {"index": "x"},
-            {"config": {"a": 1}},
-        ):
+        for arguments in ({"split": "nope"}, {"index": 10}, {"index": "x"}, {"config": {"a": 1}}):
             with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
                 await client.reset(**arguments)
         await client.reset()
@@ -450,11 +445,7 @@ async def test_a_full_server_says_so(served_to_them):
 @pytest.mark.parametrize(
     "token, right, wrong",
     [
-        (
-            "secret",
-            {"Authorization": "Bearer secret"},
-            [{}, {"Authorization": "Bearer wrong"}],
-        ),
+        ("secret", {"Authorization": "Bearer secret"}, [{}, {"Authorization": "Bearer wrong"}]),
         (
             None,
             {},

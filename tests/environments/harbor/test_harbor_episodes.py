@@ -148,10 +148,7 @@ def test_files_that_nothing_builds_from_come_into_the_working_folder(task_folder
 @pytest.mark.parametrize(
     ("task_id", "names"),
     [
-        (
-            "mend",
-            ("reward written early", "a process that rewrites the tests", *OF_PYTHON),
-        ),
+        ("mend", ("reward written early", "a process that rewrites the tests", *OF_PYTHON)),
         ("hello", ("tests folder is a link", "interpreters replaced", "programs shadowed")),
         ("artifacts", ("reward folder is a link", "a process that pays later", "tools replaced")),
     ],

@@ -95,10 +95,7 @@ async def test_commands_files_and_their_bounds(provider, tmp_path):
         timeout_s=30,
     )
     left_out = await sandbox.carry_folders(other, ["/srv/out", "/srv/missing"])
-    assert sorted(each.partition(":")[0] for each in left_out) == [
-        "/srv/out/bad",
-        "/srv/out/pipe",
-    ]
+    assert sorted(each.partition(":")[0] for each in left_out) == ["/srv/out/bad", "/srv/out/pipe"]
     found = await other.run("cat out/good; ls out; ls", timeout_s=30)
     assert found.output == "1\ngood\nin\nout\n"
     for each in (sandbox, other, other):

@@ -1,29 +1,26 @@
 """The math environment: tasks, prompts, episodes with and without a calculator, and its errors."""
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 from env_servers import running
+from rows_for_tests import write_rows
 
 from agentrl.cli.main import main
 from agentrl.env import client as env_client
 from agentrl.env import make
-from agentrl.env.registry import resolve
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
-from agentrl.types import Action, StepResult, Task, ToolCall
+from agentrl.types import Action, Task, ToolCall
 from agentrl_math import MathEnvironment
 from agentrl_math.env import DEFAULT_INSTRUCTION, MathConfig, equivalence_of
 from agentrl_math.tasks import SAMPLE_FILE, is_test_problem
 from agentrl_rewards import math_pool
 
-DATA = Path(os.environ.get("AGENTRL_DATA", Path(__file__).parents[4] / "shared" / "data"))
 ROWS = [
     {"question": "What is 1 + 1?", "answer": "It is\n#### 2", "extra": {"level": 1}},
     {"question": "What is the square root of 8?", "answer": "2\\sqrt{2}", "extra": '{"level": 2}'},
@@ -38,20 +35,12 @@ def source_of(**config: Any) -> MathEnvironment:
 def play(actions: list[str | Action], *, task: Task | None = None, **config: Any):
     """The first prompt and the results of an episode, through the in-process client."""
 
-    async def run() -> tuple[list, list[StepResult]]:
-        env = make("math", **config)
-        try:
-            messages = await (env.reset(task=task) if task else env.reset("train", 0))
-            return messages, [await env.step(action) for action in actions]
-        finally:
-            await env.close()
-
-    return asyncio.run(run())
-
-
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    env = make("math", **config).sync
+    try:
+        messages = env.reset(task=task) if task else env.reset("train", 0)
+        return messages, [env.step(action) for action in actions]
+    finally:
+        env.close()
 
 
 def calculator(*expressions: str) -> Action:
@@ -67,11 +56,6 @@ ADDITION = Task("sum", "17+25=?", reference="42")
 
 
 # --- tasks ---------------------------------------------------------------------------------------
-
-
-def test_it_is_registered_as_math():
-    assert resolve("math") is MathEnvironment
-    assert MathEnvironment.id == "math"
 
 
 def test_arithmetic_tasks_follow_from_seed_split_and_index():
@@ -111,10 +95,8 @@ def test_train_and_test_share_no_problem(operators, min_digits, digits):
                 operator = str(task.metadata["operator"])
                 left, right = map(int, str(task.prompt).removesuffix("=?").split(operator))
                 assert len(str(left)) >= min_digits and len(str(left)) <= digits
-                problem = (
-                    operator,
-                    *(sorted((left, right)) if operator in "+*" else (left, right)),
-                )
+                ends = sorted((left, right)) if operator in "+*" else (left, right)
+                problem = (operator, *ends)
                 assert problems.setdefault(problem, split) == split
     assert set(problems.values()) == {"train", "test"}
 
@@ -148,11 +130,11 @@ def test_rows_of_a_parquet_file_equal_those_of_jsonl(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"question": row["question"], "answer": row["answer"]} for row in ROWS]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    jsonl = write_rows(tmp_path / "rows.jsonl", rows)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    sets = [source_of(source=f"{tmp_path}/rows.{suffix}") for suffix in ("parquet", "jsonl")]
     for index in range(2):
-        assert source_of(source=str(tmp_path / "rows.parquet")).get("train", index) == source_of(
-            source=str(jsonl)
-        ).get("train", index)
+        one, other = (each.get("train", index) for each in sets)
+        assert one == other
 
 
 def test_a_folder_has_one_split_per_file(tmp_path):
@@ -241,11 +223,8 @@ def test_the_sample_is_solved_by_its_own_answers():
         assert play([wrong], task=task, source="sample")[1][0].reward == 0.0
 
 
-def test_gsm8k_is_loaded_whole():
-    folder = DATA / "gsm8k"
-    if not folder.is_dir():
-        pytest.skip(f"GSM8K is not at {folder}; set AGENTRL_DATA to the folder that holds gsm8k/")
-    env = source_of(source=str(folder), equivalence="numeric")
+def test_gsm8k_is_loaded_whole(data_dir):
+    env = source_of(source=str(data_dir / "gsm8k"), equivalence="numeric")
     assert env.splits() == {"test": 1319, "train": 7473}
     assert env.get("test", 0).reference == "18"
 
@@ -277,54 +256,35 @@ def test_an_unknown_source_lists_what_there_is(source):
         source_of(source=source).splits()
 
 
+GOOD = {"question": "x", "answer": "1"}
+OF_M = {"metadata_key": "m"}
+
+
 @pytest.mark.parametrize(
-    ("lines", "config", "message"),
+    ("content", "config", "message"),
     [
-        (['{"question": "q", "answer": "1"}', "{oops"], {}, r"line 2: not JSON"),
-        (["[1]"], {}, r"line 1: a list; every line has to be a JSON object"),
-        ([], {}, "contains no tasks"),
-        (["", " "], {}, "contains no tasks"),
-        (['{"q": "x", "answer": "1"}'], {}, "line 1: there is no column 'question'.*input_key.*q"),
-        (['{"question": "x", "a": "1"}'], {}, "no column 'answer'; set label_key to one of: quest"),
-        (['{"question": null, "answer": "1"}'], {}, "column 'question' is empty"),
-        (['{"question": " ", "answer": "1"}'], {}, "column 'question' has to be a string"),
-        (['{"question": [1], "answer": "1"}'], {}, "column 'question' has to be a string, or chat"),
-        (
-            ['{"question": "x", "answer": [1]}'],
-            {},
-            "column 'answer' has to be a string or a number",
-        ),
-        (
-            ['{"question": "x", "answer": true}'],
-            {},
-            "column 'answer' has to be a string or a number",
-        ),
-        (['{"question": "x", "answer": " "}'], {}, "column 'answer' has to contain a final answer"),
-        (
-            ['{"question": "x", "answer": "1", "m": "{"}'],
-            {"metadata_key": "m"},
-            "column 'm' is a string but not valid JSON",
-        ),
-        (
-            ['{"question": "x", "answer": "1", "m": 5}'],
-            {"metadata_key": "m"},
-            "column 'm' has to be an object",
-        ),
-        (
-            ['{"question": "x", "answer": "1"}'],
-            {"metadata_key": "m"},
-            "no column 'm'; set metadata_key",
-        ),
-        (
-            ['{"question": "x", "answer": "1"}'],
-            {"public_keys": ["m"]},
-            "no column 'm'; public_keys may name: question, answer",
-        ),
+        ('{"question": "q", "answer": "1"}\n{oops', {}, r"line 2: not JSON"),
+        ("[1]", {}, r"line 1: a list; every line has to be a JSON object"),
+        ("", {}, "contains no tasks"),
+        ("\n ", {}, "contains no tasks"),
+        ('{"q": "x", "answer": "1"}', {}, "line 1: there is no column 'question'.*input_key.*q"),
+        ('{"question": "x", "a": "1"}', {}, "no column 'answer'; set label_key to one of: quest"),
+        ({"question": None}, {}, "column 'question' is empty"),
+        ({"question": " "}, {}, "column 'question' has to be a string"),
+        ({"question": [1]}, {}, "column 'question' has to be a string, or chat"),
+        ({"answer": [1]}, {}, "column 'answer' has to be a string or a number"),
+        ({"answer": True}, {}, "column 'answer' has to be a string or a number"),
+        ({"answer": " "}, {}, "column 'answer' has to contain a final answer"),
+        ({"m": "{"}, OF_M, "column 'm' is a string but not valid JSON"),
+        ({"m": 5}, OF_M, "column 'm' has to be an object"),
+        ({}, OF_M, "no column 'm'; set metadata_key"),
+        ({}, {"public_keys": ["m"]}, "no column 'm'; public_keys may name: question, answer"),
     ],
 )
-def test_a_broken_file_is_named_with_line_and_remedy(tmp_path, lines, config, message):
+def test_a_broken_file_is_named_with_line_and_remedy(tmp_path, content, config, message):
+    """The content, or what changes a good row."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(lines))
+    path.write_text(content if isinstance(content, str) else json.dumps(GOOD | content))
     with pytest.raises(DataError, match=message) as caught:
         source_of(source=str(path), **config).splits()
     assert str(path) in str(caught.value)
@@ -358,21 +318,15 @@ def test_a_task_without_a_usable_reference_is_refused(reference):
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_splits_are_those_of_the_configured_source(tmp_path, remote, serve_math):
+async def test_splits_are_those_of_the_configured_source(tmp_path, remote, serve_math):
     write_rows(tmp_path / "train.jsonl", ROWS)
     write_rows(tmp_path / "test.jsonl", ROWS[:1])
-
-    async def run(url: str | None) -> list[Any]:
-        async with env_client.connect(url) as client:
-            config = {"source": str(tmp_path)}
-            plain = (await client.info("math")).splits
-            own = (await client.info("math", config)).splits
-            session = await client.session("math", split="test", index=0, config=config)
-            return [plain, own, session.messages[0]["content"].splitlines()[0]]
-
-    seen = asyncio.run(run(serve_math if remote else None))
-    splits = {"test": 1, "train": 2}
-    assert seen == [{"train": None, "test": 200}, splits, ROWS[0]["question"]]
+    config = {"source": str(tmp_path)}
+    async with env_client.connect(serve_math if remote else None) as client:
+        assert (await client.info("math")).splits == {"train": None, "test": 200}
+        assert (await client.info("math", config)).splits == {"test": 1, "train": 2}
+        session = await client.session("math", split="test", index=0, config=config)
+        assert session.messages[0]["content"].splitlines()[0] == ROWS[0]["question"]
 
 
 @pytest.fixture
@@ -401,17 +355,6 @@ def test_wrong_configuration_and_data_end_a_command_with_one_line(
     assert main(["env", "info", "math", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("agentrl: error: ") and says in error and len(error.splitlines()) == 1
-
-
-def test_the_splits_of_gsm8k_are_found_with_its_configuration():
-    if not (DATA / "gsm8k").is_dir():
-        pytest.skip(f"GSM8K is not at {DATA / 'gsm8k'}; set AGENTRL_DATA")
-
-    async def run() -> dict:
-        async with env_client.connect() as client:
-            return (await client.info("math", {"source": str(DATA / "gsm8k")})).splits
-
-    assert asyncio.run(run()) == {"test": 1319, "train": 7473}
 
 
 # --- single-turn episodes ------------------------------------------------------------------------
@@ -476,18 +419,12 @@ def test_a_grader_that_fails_is_an_error_not_a_reward(monkeypatch):
 
     monkeypatch.setattr(math_pool.MathPool, "check_async", fail)
     with pytest.raises(GraderError, match="crashed"):
-        play(
-            [r"\boxed{\sqrt{9}}"],
-            task=Task("t", "?", reference="3"),
-            equivalence="symbolic",
-        )
+        play([r"\boxed{\sqrt{9}}"], task=Task("t", "?", reference="3"), equivalence="symbolic")
 
 
 def test_symbolic_answers_in_an_episode():
     _, (result,) = play(
-        [r"\boxed{\sqrt{8}}"],
-        task=Task("t", "?", reference=r"2\sqrt{2}"),
-        equivalence="symbolic",
+        [r"\boxed{\sqrt{8}}"], task=Task("t", "?", reference=r"2\sqrt{2}"), equivalence="symbolic"
     )
     assert (result.reward, result.info["method"]) == (1.0, "symbolic")
 
@@ -503,20 +440,13 @@ def test_the_default_equivalence_follows_the_source():
 # --- episodes with the calculator ----------------------------------------------------------------
 
 
-def test_the_calculator_is_offered_only_when_asked_for():
-    async def tools(config: dict) -> list[str]:
-        async with env_client.connect() as client:
-            session = await client.session("math", task=ADDITION, config=config)
-            return [tool["function"]["name"] for tool in session.tools]  # type: ignore[index]
-
-    async def listed(config: dict) -> list[str]:
-        async with env_client.connect() as client:
-            info = await client.info("math", config)
-            return [tool["function"]["name"] for tool in info.tools]
-
-    for config, names in [({}, []), ({"tools": True}, ["calculator"])]:
-        assert asyncio.run(tools(config)) == names
-        assert asyncio.run(listed(config)) == names
+@pytest.mark.parametrize(("config", "names"), [({}, []), ({"tools": True}, ["calculator"])])
+async def test_the_calculator_is_offered_only_when_asked_for(config, names):
+    async with env_client.connect() as client:
+        session = await client.session("math", task=ADDITION, config=config)
+        info = await client.info("math", config)
+    for tools in (session.tools, info.tools):
+        assert [tool["function"]["name"] for tool in tools] == names
 
 
 def test_a_calculation_and_an_answer():
@@ -560,18 +490,9 @@ def test_mistakes_with_the_calculator_are_explained(action, message):
 
 
 def test_calls_beyond_the_limit_are_answered_by_a_request():
-    _, results = play(
-        [
-            calculator("1+1"),
-            calculator("2+2", "3+3"),
-            calculator("4+4"),
-            Action(parse_error="x"),
-            "#### 42",
-        ],
-        task=ADDITION,
-        tools=True,
-        max_tool_calls=2,
-    )
+    calls = [calculator("1+1"), calculator("2+2", "3+3"), calculator("4+4")]
+    actions = [*calls, Action(parse_error="x"), "#### 42"]
+    _, results = play(actions, task=ADDITION, tools=True, max_tool_calls=2)
     contents = [[message["content"] for message in result.observation] for result in results]
     request = "Not run: all 2 tool calls are used up. Reply with the final answer."
     assert contents == [["2"], ["4", request], [request], [request], []]

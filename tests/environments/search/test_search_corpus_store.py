@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from rows_for_tests import write_rows
 
 from agentrl.errors import DataError
 from agentrl_search import passages as passages_module
@@ -24,10 +25,7 @@ SQUAD = {
     "data": [
         {
             "title": "Big_Town",
-            "paragraphs": [
-                {"context": "First.", "qas": []},
-                {"context": "Second.", "qas": []},
-            ],
+            "paragraphs": [{"context": "First.", "qas": []}, {"context": "Second.", "qas": []}],
         }
     ]
 }
@@ -153,8 +151,7 @@ def test_a_repeated_id_is_found_long_before_the_end(tmp_path):
 
 
 def test_passages_without_a_text_are_left_out_and_counted(tmp_path, caplog):
-    path = tmp_path / "corpus.jsonl"
     rows = [{"text": "one"}, {"text": ""}, {"contents": " \n"}, {"text": "two"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "corpus.jsonl", rows)
     assert [passage.text for passage in read_corpus(path)] == ["one", "two"]
     assert "skipped 2 passages without text" in caplog.text

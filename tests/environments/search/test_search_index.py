@@ -9,11 +9,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows_for_tests import write_rows
 
 from agentrl.errors import ConfigError, DataError
 from agentrl_search import dense, index
@@ -175,8 +177,7 @@ def test_two_writers_at_once_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "damaged"), ('{"format": 1}', "damaged"), (None, "format 99")],
+    ("content", "message"), [("{", "damaged"), ('{"format": 1}', "damaged"), (None, "format 99")]
 )
 def test_a_damaged_or_foreign_index_is_not_opened(tmp_path, content, message):
     build_index(passages_of(["a"]), tmp_path / "index")
@@ -190,12 +191,8 @@ def test_an_index_whose_files_are_cut_short_is_not_opened(tmp_path, monkeypatch)
     """Not even by a byte: who reads behind the end of a mapped file is ended by a signal."""
     monkeypatch.setattr(index, "make_encoder", lambda model, allow_private: LetterEncoder())
     directory = tmp_path / "index"
-    build_index(
-        passages_of([f"{a} {b}" for a in WORDS for b in WORDS]),
-        directory,
-        retrieval="hybrid",
-        model="somewhere",
-    )
+    passages = passages_of([f"{a} {b}" for a in WORDS for b in WORDS])
+    build_index(passages, directory, retrieval="hybrid", model="somewhere")
     listed = (".json", ".lock")  # read, not mapped
     files = [path for path in directory.rglob("*") if path.is_file() and path.suffix not in listed]
     assert "vectors.f32" in {f.name for f in files}
@@ -263,19 +260,12 @@ def test_dense_ranking_is_exact_for_every_block_size(seed, num, k, block):
 
 
 def test_fusion_adds_reciprocal_ranks():
-    class Fixed:
-        def __init__(self, rows):
-            self.rows = rows
+    def fixed(*rows):
+        return SimpleNamespace(rank=lambda queries, k: [[(row, 9.0) for row in rows]])
 
-        def rank(self, queries, k):
-            return [[(row, 9.0) for row in self.rows] for _ in queries]
-
-    [ranked] = Hybrid([Fixed([3, 1, 2]), Fixed([1, 4])]).rank(["q"], 3)
-    assert ranked == [
-        (1, pytest.approx(1 / 62 + 1 / 61)),
-        (3, pytest.approx(1 / 61)),
-        (4, pytest.approx(1 / 62)),
-    ]
+    [ranked] = Hybrid([fixed(3, 1, 2), fixed(1, 4)]).rank(["q"], 3)
+    assert [row for row, _ in ranked] == [1, 3, 4]
+    assert [score for _, score in ranked] == pytest.approx([1 / 62 + 1 / 61, 1 / 61, 1 / 62])
 
 
 def test_dense_and_hybrid_indexes(tmp_path, monkeypatch):
@@ -379,10 +369,8 @@ def test_recall_on_squad(data_dir, tmp_path):
     build_index(read_corpus(path), tmp_path / "index")
     tasks = load_questions(str(path)).tasks["train"]
     results = open_index(tmp_path / "index").search([str(task.prompt) for task in tasks], 3)
-    found = [
-        task.metadata["gold_ids"][0] in ids(hits)  # type: ignore[index]
-        for task, hits in zip(tasks, results, strict=True)
-    ]
+    pairs = zip(tasks, results, strict=True)
+    found = [task.metadata["gold_ids"][0] in ids(hits) for task, hits in pairs]  # type: ignore[index]
     assert len(tasks) == 705 and sum(found) / len(found) > 0.94
 
 
@@ -415,9 +403,8 @@ def test_a_file_that_comes_back_does_not_keep_the_view_of_an_index(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
 @pytest.mark.parametrize("limit", [1000, 50_000])
 def test_a_disk_without_room_is_one_line_not_a_traceback(tmp_path, limit):
-    corpus = tmp_path / "corpus.jsonl"
-    rows = (json.dumps({"text": f"word{n} " * 50}) + "\n" for n in range(3000))
-    corpus.write_text("".join(rows))
+    rows = ({"text": f"word{n} " * 50} for n in range(3000))
+    corpus = write_rows(tmp_path / "corpus.jsonl", rows)
     script = (
         f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "from agentrl.cli.main import main\n"

@@ -1,6 +1,5 @@
 """Search-R1's retriever contract from both sides, refused addresses, the command line."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -15,9 +14,9 @@ import urllib.request
 
 import pytest
 from aiohttp import web
+from web_servers import in_thread, listening
 
 from agentrl.cli.main import main
-from agentrl.env.server.serve import listen
 from agentrl.errors import ConfigError, EnvError
 from agentrl_search import outgoing
 from agentrl_search.corpus import Passage
@@ -30,41 +29,10 @@ from agentrl_search.server import make_app
 PASSAGES = [Passage("a", "Apples", "Apples are red."), Passage("p", "", "Pears are green.")]
 
 
-@contextlib.contextmanager
-def running(app: web.Application):
-    """Serve an aiohttp application from a thread; yields its URL."""
-    loop = asyncio.new_event_loop()
-    listener = listen("127.0.0.1", 0)
-    started = threading.Event()
-
-    async def start() -> web.AppRunner:
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.SockSite(runner, listener).start()
-        started.set()
-        return runner
-
-    def run() -> None:
-        runner = loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 def answering(handler):
     app = web.Application()
     app.router.add_post("/{tail:.*}", handler)
-    return running(app)
+    return in_thread(listening(app))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +44,7 @@ def index_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(index_dir):
-    with running(make_app(open_index(index_dir))) as url:
+    with in_thread(listening(make_app(open_index(index_dir)))) as url:
         yield url
 
 
@@ -210,10 +178,8 @@ def test_an_embedding_server():
     async def handler(request: web.Request) -> web.Response:
         body = await request.json()
         assert body["model"] == "m"
-        rows = [
-            {"index": i, "embedding": [float(len(text)), 1.0]}
-            for i, text in enumerate(body["input"])
-        ]
+        vectors = [[float(len(text)), 1.0] for text in body["input"]]
+        rows = [{"index": i, "embedding": vector} for i, vector in enumerate(vectors)]
         return web.json_response({"data": rows[::-1]})
 
     async def broken(_: web.Request) -> web.Response:

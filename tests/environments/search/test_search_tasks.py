@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from rows_for_tests import write_rows
 
 from agentrl.errors import ConfigError, DataError
 from agentrl_search.dialect import TagAction, cut_turn, is_well_formed, read_action
@@ -36,11 +37,6 @@ SQUAD = {
 }
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("row", "prompt", "golds", "metadata"),
     [
@@ -63,8 +59,7 @@ def write_rows(path, rows):
     ],
 )  # fmt: skip
 def test_rows_as_data_sets_have_them(tmp_path, row, prompt, golds, metadata):
-    source = write_rows(tmp_path / "rows.jsonl", [row])
-    sources = [source]
+    sources = [str(write_rows(tmp_path / "rows.jsonl", [row]))]
     if not isinstance(row.get("supporting_facts"), list):  # a parquet list has one type
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
         sources.append(str(tmp_path / "rows.parquet"))
@@ -83,16 +78,14 @@ def test_squad_questions_know_their_paragraph(tmp_path):
     assert task.metadata == {"gold_ids": ["Big_Town/0"]}
     both = load_questions(str(path), unanswerable=True)
     assert both.splits() == {"train": 2} and both.get("train", 0) == task
-    assert (both.get("train", 1).reference, both.get("train", 1).metadata) == (
-        [],
-        {"unanswerable": True},
-    )
+    task = both.get("train", 1)
+    assert (task.reference, task.metadata) == ([], {"unanswerable": True})
 
 
 def test_sources(tmp_path):
     row = {"q": "q", "a": "a"}
-    one = write_rows(tmp_path / "train.jsonl", [row] * 3)
-    two = write_rows(tmp_path / "test.jsonl", [row])
+    one = str(write_rows(tmp_path / "train.jsonl", [row] * 3))
+    two = str(write_rows(tmp_path / "test.jsonl", [row]))
     keys = {"input_key": "q", "label_key": "a"}
     assert load_questions(str(tmp_path), **keys).splits() == {"test": 1, "train": 3}
     assert load_questions({"x": one, "y": two}, **keys).splits() == {"x": 3, "y": 1}
@@ -108,7 +101,7 @@ def test_sources(tmp_path):
 def test_metadata_of_a_column_as_an_object_or_its_json_text(tmp_path):
     rows = [{"question": "q", "answer": "a", "gold_ids": ["7"], "m": {"level": 2}}]
     rows.append({**rows[0], "m": '{"level": 3}'})
-    path = write_rows(tmp_path / "rows.jsonl", rows)
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
     questions = load_questions(path, metadata_key="m")
     assert [questions.get("train", i).metadata for i in (0, 1)] == [
         {"level": 2, "gold_ids": ["7"]},
@@ -131,7 +124,7 @@ def test_metadata_of_a_column_as_an_object_or_its_json_text(tmp_path):
 )
 def test_broken_rows_name_line_and_column(tmp_path, row, message):
     with pytest.raises(DataError, match=message):
-        load_questions(write_rows(tmp_path / "rows.jsonl", [row]))
+        load_questions(str(write_rows(tmp_path / "rows.jsonl", [row])))
 
 
 # --- the tags ------------------------------------------------------------------------------------

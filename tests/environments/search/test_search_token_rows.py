@@ -6,22 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_scripted import ScriptedEngine
+from rollout_scripted import ScriptedEngine, scheduler_of
 from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
 from agentrl.env.client import connect
 from agentrl.inference.base import Generation
 from agentrl.model.text.renderer import Renderer
-from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.rollout.scheduler import TaskSource
 from agentrl.types import Trajectory, samples_of
 
 ROOT = Path(__file__).parents[3]
 OSMERE = 2  # In which year did Osmere burn down? 1791
 SEARCH = "<think>I look.</think><search>Osmere burnt down</search>"
 ANSWER = "<think>So.</think><answer>1791</answer>"
-LIMITS = Limits(max_turns=4, turn_timeout_s=20, step_timeout_s=20, episode_timeout_s=60)
 
 
 class StopsAtTags(ScriptedEngine):
@@ -35,20 +33,13 @@ class StopsAtTags(ScriptedEngine):
 def play(turns: list[str], template: str, engine_type=ScriptedEngine, **config: Any):
     renderer = Renderer(make_tokenizer(), template_kwargs={"chat_template": template})
     engine = engine_type(renderer, lambda request, _: turns[int(request[-3:])])
+    policy = TokenPolicy(engine, renderer, max_turn_tokens=400, max_context_tokens=8000)
+    source = TaskSource("train", 12, seed=1, position=OSMERE, shuffle=False)
+    config = {"dialect": "tags", "instruction": "", "top_k": 1, **config}
 
     async def run() -> Trajectory:
         env = connect()
-        scheduler = GroupScheduler(
-            TokenPolicy(engine, renderer, max_turn_tokens=400, max_context_tokens=8000),
-            env,
-            TaskSource("train", 12, seed=1, position=OSMERE, shuffle=False),
-            env_id="search",
-            env_config={"dialect": "tags", "instruction": "", "top_k": 1, **config},
-            group_size=1,
-            max_concurrent=1,
-            limits=LIMITS,
-            seed=1,
-        )
+        scheduler = scheduler_of(policy, env, source, env_id="search", env_config=config)
         try:
             return (await scheduler.collect(1)).trajectories[0]
         finally:
@@ -62,10 +53,9 @@ def play(turns: list[str], template: str, engine_type=ScriptedEngine, **config: 
 def trained_text(trajectory: Trajectory, tokenizer) -> str:
     """The tokens with mask 1, in order, of all rows."""
     ids = [
-        int(token)
+        token
         for sample in samples_of(trajectory)
-        for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True)
-        if mask
+        for token in sample.token_ids[sample.loss_mask > 0].tolist()
     ]
     return tokenizer.decode(ids, skip_special_tokens=False)
 

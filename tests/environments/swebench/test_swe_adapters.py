@@ -6,26 +6,22 @@ import subprocess
 
 import pytest
 from patches import file_diff
+from rows_for_tests import write_rows
+from swe_rows import ROW
 
 from agentrl.cli.main import main
 from agentrl.errors import DataError
 from agentrl_swebench.adapters import MOVED_REPOSITORY, kind_of
-from agentrl_swebench.dataset import load_instances, parse_row, to_official
+from agentrl_swebench.dataset import NEW_COLUMNS, load_instances, parse_row, to_official
 from agentrl_swebench.grade import grade
 
 TESTS = file_diff("tests/test_new.py", None, "def test_a():\n    assert 1\n")
 TESTS += file_diff("tests/test_old.py", "a\n", "b\n")
-COMMON = {
+COMMON = {name: text for name, text in ROW.items() if name not in (*NEW_COLUMNS, "version")} | {
     "instance_id": "Own__Spans-1",
     "repo": "own/spans",
-    "base_commit": "0" * 40,
-    "problem_statement": "p",
-    "patch": file_diff("spans.py", "a\n", "b\n"),
     "test_patch": TESTS,
     "FAIL_TO_PASS": ["tests/test_new.py::test_a"],
-    "PASS_TO_PASS": [],
-    "hints_text": "",
-    "created_at": "2024-01-01",
 }
 REBENCH = {
     "install": "pip install -e .[dev]",
@@ -70,9 +66,7 @@ def in_shape(name, common):
 def test_rows_become_official_ones(tmp_path, name, image, command):
     row = in_shape(name, COMMON)
     assert kind_of(row) == name.replace("_", "-")
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    (instance,) = load_instances(path)
+    (instance,) = load_instances(write_rows(tmp_path / "rows.jsonl", [row]))
     assert (instance.image, instance.log_parser) == (image, "parse_log_pytest")
     lines = instance.eval_script.split("\n")
     start, end = (
@@ -116,23 +110,19 @@ def test_rows_that_can_not_be_used_say_why(row, message):
     "wrap",
     [
         lambda row: {"prompt": [], "env_class": "null", "instance": row},
-        lambda row: {
-            "responses_create_params": {"metadata": {"instance_dict": json.dumps(row)}},
-        },
+        lambda row: {"responses_create_params": {"metadata": {"instance_dict": json.dumps(row)}}},
         lambda row: row | {"responses_create_params": {"input": []}},
     ],
     ids=["skyrl", "nemo-gym", "nemo-gym, flat"],
 )
 def test_a_row_that_another_trainer_wrapped(tmp_path, wrap):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(wrap(in_shape("swe_gym", COMMON))) + "\n")
+    path = write_rows(tmp_path / "rows.jsonl", [wrap(in_shape("swe_gym", COMMON))])
     (instance,) = load_instances(path, instance_ids=["Own__Spans-1"])
     assert instance.image.startswith("xingyaoww/")
 
 
 def test_a_wrapped_row_without_an_instance_says_so(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": [], "env_class": "gsm8k"}) + "\n")
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": [], "env_class": "gsm8k"}])
     with pytest.raises(DataError, match="line 1: a row of SkyRL has no instance"):
         load_instances(path)
 
@@ -145,6 +135,19 @@ def derive(source, out):
 # --- graded, with the fixture's image under the names of the datasets -----------------------------
 
 
+def of_fixture(row, spans):
+    """A row with what the fixture's instance has."""
+    columns = ("base_commit", "patch", "test_patch")
+    tests = {"FAIL_TO_PASS": list(spans.fail_to_pass), "PASS_TO_PASS": list(spans.pass_to_pass)}
+    return row | {each: getattr(spans, each) for each in columns} | tests
+
+
+def require_paid(instance):
+    settings = {"policy": "strict", "run_id": "t", "timeout_s": 120}
+    gold = asyncio.run(grade(instance, instance.patch, **settings, withhold=True))
+    assert (gold.reward, gold.flags) == (1.0, ()), gold
+
+
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -153,25 +156,16 @@ def derive(source, out):
 )
 def test_converted_rows_are_graded_and_confirmed(engine, fixture_instances, name):
     spans = fixture_instances["agentrl__spans-1"]
-    columns = ("base_commit", "patch", "test_patch")
-    common = COMMON | {each: getattr(spans, each) for each in columns}
-    common |= {"FAIL_TO_PASS": list(spans.fail_to_pass), "PASS_TO_PASS": list(spans.pass_to_pass)}
-    instance = parse_row(to_official(in_shape(name, common), "row"), "row")
+    row = in_shape(name, of_fixture(COMMON, spans))
+    instance = parse_row(to_official(row, "row"), "row")
     image = engine.images.get(spans.image)
     image.tag(*instance.image.rsplit(":", 1))
     try:
-        gold = asyncio.run(
-            grade(
-                instance, instance.patch, policy="strict", run_id="t", timeout_s=120, withhold=True
-            )
-        )
-        empty = asyncio.run(
-            grade(instance, "", policy="official", run_id="t", timeout_s=120, skip_patch=True)
-        )
+        require_paid(instance)
+        settings = {"policy": "official", "run_id": "t", "timeout_s": 120}
+        assert asyncio.run(grade(instance, "", **settings, skip_patch=True)).reward == 0.0
     finally:
         engine.images.remove(instance.image)
-    assert (gold.reward, gold.flags) == (1.0, ()), gold
-    assert empty.reward == 0.0
 
 
 @pytest.mark.docker
@@ -211,8 +205,7 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
         "PASS_TO_PASS": list(spans.pass_to_pass),
         "created_at": "",
     }
-    source, out = tmp_path / "smith.jsonl", tmp_path / "rows.jsonl"
-    source.write_text(json.dumps(row) + "\n")
+    source, out = write_rows(tmp_path / "smith.jsonl", [row]), tmp_path / "rows.jsonl"
     try:
         assert derive(source, out) == 0
         (instance,) = load_instances(out)
@@ -221,21 +214,12 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
         )
         shown = engine.containers.run(
             instance.image,
-            [
-                "bash",
-                "-c",
-                "git log --oneline | wc -l; ls tests; git status --short; ls /tmp",
-            ],
+            ["bash", "-c", "git log --oneline | wc -l; ls tests; git status --short; ls /tmp"],
             network_mode="none",
             remove=True,
         )
         assert shown.decode().split() == ["1"]
-        gold = asyncio.run(
-            grade(
-                instance, instance.patch, policy="strict", run_id="t", timeout_s=120, withhold=True
-            )
-        )
-        assert (gold.reward, gold.flags) == (1.0, ()), gold
+        require_paid(instance)
     finally:
         for each in {"agentrl/test-smith:1", *(i.image for i in load_instances(out))}:
             engine.images.remove(each, force=True)
@@ -260,21 +244,13 @@ def test_a_repository_elsewhere_in_the_image_is_moved(engine, fixture_instances,
         made.commit("agentrl/test-v2", "1")
     finally:
         made.remove(force=True)
-    columns = ("base_commit", "patch", "test_patch")
-    row = COMMON | {each: getattr(spans, each) for each in columns}
-    row |= {"FAIL_TO_PASS": list(spans.fail_to_pass), "PASS_TO_PASS": list(spans.pass_to_pass)}
-    row = in_shape("swe_rebench_v2", row) | {"image_name": "agentrl/test-v2:1"}
-    source, out = tmp_path / "v2.jsonl", tmp_path / "rows.jsonl"
-    source.write_text(json.dumps(row) + "\n")
+    row = in_shape("swe_rebench_v2", of_fixture(COMMON, spans))
+    row |= {"image_name": "agentrl/test-v2:1"}
+    source, out = write_rows(tmp_path / "v2.jsonl", [row]), tmp_path / "rows.jsonl"
     try:
         assert derive(source, out) == 0
         (instance,) = load_instances(out)
-        gold = asyncio.run(
-            grade(
-                instance, instance.patch, policy="strict", run_id="t", timeout_s=120, withhold=True
-            )
-        )
-        assert (gold.reward, gold.flags) == (1.0, ()), gold
+        require_paid(instance)
     finally:
         for each in {"agentrl/test-v2:1", *(i.image for i in load_instances(out))}:
             engine.images.remove(each, force=True)

@@ -1,13 +1,12 @@
 """`agentrl swebench doctor|pull|reap|eval`, with a scripted model behind a real chat server."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from test_swe_dataset import ROW
+from chat_server import scripted_chat
+from rows_for_tests import write_rows
+from swe_rows import ROW
 
 from agentrl.cli.main import main
 from agentrl.env.container.engine import current_owner, labels
@@ -26,46 +25,23 @@ def command(*words):
     return app([*map(str, words)], result_action="return_value")
 
 
-@contextmanager
-def model_server(say):
-    """A chat server; `say(messages)` gives the command to run, or None to submit."""
+@pytest.fixture
+def solver(fixture_instances):
+    """A chat server that solves an instance by a command and then submits; and its requests."""
+
+    def say(body):
+        prompt, name, arguments = body["messages"][0]["content"], "submit", {}
+        if body["messages"][-1]["role"] == "user":
+            known = fixture_instances.values()
+            instance = next(each for each in known if each.problem_statement.strip() in prompt)
+            name, arguments = "bash", {"command": f"git apply - <<'END'\n{instance.patch}END\n"}
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        call = {"id": f"c{len(requests)}", "type": "function", "function": function}
+        return {"content": None, "tool_calls": [call]}
+
     requests = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append(body)
-            said = say(body["messages"])
-            name = "submit" if said is None else "bash"
-            arguments = json.dumps({} if said is None else {"command": said})
-            function = {"name": name, "arguments": arguments}
-            call = {"id": f"c{len(requests)}", "type": "function", "function": function}
-            message = {"role": "assistant", "content": None, "tool_calls": [call]}
-            answer = {
-                "id": "x",
-                "object": "chat.completion",
-                "created": 0,
-                "model": body["model"],
-                "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
-                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-            }
-            content = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
+    with scripted_chat(say, requests) as url:
+        yield url, requests
 
 
 def test_without_an_engine_doctor_says_so(monkeypatch, tmp_path, capsys):
@@ -84,8 +60,7 @@ def test_doctor_finds_rows_that_no_grading_could_follow(monkeypatch, tmp_path, c
         ROW | {"instance_id": "a-2", "log_parser": "parse_log_own"},
         ROW | {"instance_id": "a-3"},
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     assert command("doctor", "--dataset", path) == 1
     shown = capsys.readouterr().out
     assert "fix  rows: a-1 name no test in FAIL_TO_PASS" in shown
@@ -104,8 +79,7 @@ def test_doctor_finds_rows_that_no_grading_could_follow(monkeypatch, tmp_path, c
     ],
 )
 def test_a_choice_of_instances_that_makes_no_sense(tmp_path, chosen, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW) + "\n")
+    path = write_rows(tmp_path / "rows.jsonl", [ROW])
     with pytest.raises(ConfigError, match=message):
         command("doctor", "--dataset", path, *chosen)
 
@@ -135,22 +109,11 @@ def test_doctor_reap_and_pull(fixture_dir, engine, capsys):
 
 @pytest.mark.docker
 @pytest.mark.timeout(600)
-def test_what_agentrl_eval_played_gets_the_official_report(
-    fixture_dir, fixture_instances, tmp_path, capsys
-):
-    def say(messages):
-        prompt = messages[0]["content"]
-        if messages[-1]["role"] != "user":
-            return None
-        instance = next(
-            each for each in fixture_instances.values() if each.problem_statement.strip() in prompt
-        )
-        return f"git apply - <<'END'\n{instance.patch}END\n"
-
+def test_what_agentrl_eval_played_gets_the_official_report(fixture_dir, solver, tmp_path, capsys):
     dataset, out = str(fixture_dir / "dataset.jsonl"), tmp_path / "scripted"
-    with model_server(say) as (url, requests):
-        words = ["eval", str(EVALUATION), "--inference.urls", url, "--env.config.source", dataset]
-        assert main([*words, "--env.config.grade", "false", "--out", str(out)]) == 0
+    url, requests = solver
+    words = ["eval", str(EVALUATION), "--inference.urls", url, "--env.config.source", dataset]
+    assert main([*words, "--env.config.grade", "false", "--out", str(out)]) == 0
     assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {"bash", "submit"}
     assert "You have 50 turns" in requests[0]["messages"][0]["content"]
     words = ["--dataset", dataset, "--predictions", out, "--out", out, "--policy", "strict"]
@@ -161,25 +124,16 @@ def test_what_agentrl_eval_played_gets_the_official_report(
 
 
 @pytest.mark.docker
-def test_run_plays_grades_and_goes_on(fixture_dir, fixture_instances, tmp_path, capsys):
-    def say(messages):
-        prompt = messages[0]["content"]
-        if messages[-1]["role"] != "user":
-            return None
-        instance = next(
-            each for each in fixture_instances.values() if each.problem_statement.strip() in prompt
-        )
-        return f"git apply - <<'END'\n{instance.patch}END\n"
-
+def test_run_plays_grades_and_goes_on(fixture_dir, solver, tmp_path, capsys):
     words = ["run", "--dataset", fixture_dir / "dataset.jsonl", "--out", tmp_path]
     words += ["--model", "some/model", "--policy", "strict", "--slice"]
-    with model_server(say) as (url, requests):
-        assert command(*words, "0:1", "--url", url) == 0
-        assert "resolved 1 of 1 instances" in capsys.readouterr().out
-        num_asked = len(requests)
-        assert command(*words, "0:1", "--url", url) == 0
-        assert "1 verdicts come from an earlier call" in capsys.readouterr().out
-        assert len(requests) == num_asked
+    url, requests = solver
+    assert command(*words, "0:1", "--url", url) == 0
+    assert "resolved 1 of 1 instances" in capsys.readouterr().out
+    num_asked = len(requests)
+    assert command(*words, "0:1", "--url", url) == 0
+    assert "1 verdicts come from an earlier call" in capsys.readouterr().out
+    assert len(requests) == num_asked
     report = json.loads((tmp_path / "some__model.run.json").read_text())
     assert report["resolved_instances"] == 1
 
@@ -198,8 +152,7 @@ def test_no_row_reaches_a_folder_outside_out(tmp_path, handler, name):
     (victim / "precious").write_text("1")
     name = str(victim) if name == "VICTIM" else name
     out = tmp_path / "out"
-    data = tmp_path / "d.jsonl"
-    data.write_text(json.dumps({"instance_id": name, "image": "i", "patch": ""}) + "\n")
+    data = write_rows(tmp_path / "d.jsonl", [{"instance_id": name, "image": "i", "patch": ""}])
     words = ["--predictions", "gold", "--out", out] if handler == "eval" else []
     with pytest.raises(DataError, match="line 1: instance_id"):
         command(handler, "--dataset", data, *words)

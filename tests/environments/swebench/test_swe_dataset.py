@@ -5,8 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+import swe_rows
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rows_for_tests import write_rows
 
 from agentrl.config import load_config
 from agentrl.errors import DataError
@@ -22,29 +24,9 @@ from agentrl_swebench.dataset import (
 )
 from agentrl_swebench.testfiles import named_file
 
-ROW = {
-    "instance_id": "a__b-1",
-    "repo": "a/b",
-    "version": "1.0",
-    "base_commit": "0" * 40,
-    "problem_statement": "It is broken.",
-    "hints_text": "",
-    "created_at": "2024-01-01",
-    "patch": "diff --git a/x b/x\n",
-    "test_patch": "diff --git a/t b/t\n",
-    "FAIL_TO_PASS": '["t::new"]',
-    "PASS_TO_PASS": ["t::old"],
-    "image": "a/b:1",
-    "eval_script": "#!/bin/bash\n",
-    "log_parser": "parse_log_pytest",
-    "eval_type": "pass_and_fail",
-}
+ROW = swe_rows.ROW | {"hints_text": "", "created_at": "2024-01-01", "FAIL_TO_PASS": '["t::new"]'}
 SECOND = ROW | {"instance_id": "a__b-2"}
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+BOTH = [parse_row(ROW, ""), parse_row(SECOND, "")]
 
 
 def test_jsonl_json_parquet_and_folder_agree(tmp_path):
@@ -52,7 +34,7 @@ def test_jsonl_json_parquet_and_folder_agree(tmp_path):
     from pyarrow import parquet
 
     rows = [row | {"PASS_TO_PASS": json.dumps(["t::old"])} for row in (ROW, SECOND)]
-    jsonl = write(tmp_path / "d.jsonl", *rows)
+    jsonl = write_rows(tmp_path / "d.jsonl", rows)
     (tmp_path / "d.json").write_text(json.dumps(rows))
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
     expected = load_instances(jsonl)
@@ -74,7 +56,7 @@ def test_row_is_what_the_harness_reads(tmp_path):
 
 
 def test_selection_keeps_the_order_and_names_the_unknown(tmp_path):
-    path = write(tmp_path / "d.jsonl", ROW, SECOND)
+    path = write_rows(tmp_path / "d.jsonl", [ROW, SECOND])
     assert [each.instance_id for each in load_instances(path, instance_ids=["a__b-2"])] == [
         "a__b-2"
     ]
@@ -94,7 +76,7 @@ def test_selection_keeps_the_order_and_names_the_unknown(tmp_path):
 )
 def test_a_bad_row_is_named(tmp_path, change, message):
     with pytest.raises(DataError, match=message):
-        load_instances(write(tmp_path / "d.jsonl", ROW | change))
+        load_instances(write_rows(tmp_path / "d.jsonl", [ROW | change]))
 
 
 # Pieces of which paths that lead elsewhere are made, beside any text.
@@ -133,13 +115,13 @@ def test_an_id_names_a_folder_of_its_own_or_is_refused(name):
 def test_a_models_name_is_a_folder_of_its_own_or_is_refused(tmp_path_factory, name):
     instance = parse_row(ROW, "row 1")
     path = tmp_path_factory.getbasetemp() / "predictions.jsonl"
-    write(path, {"instance_id": "a__b-1", "model_name_or_path": name, "model_patch": ""})
+    write_rows(path, [prediction(patch="", model=name)])
     try:
-        (prediction,) = load_predictions(path, [instance])
+        (found,) = load_predictions(path, [instance])
     except DataError as error:
         assert "line 1: " in str(error) and "model_name_or_path" in str(error)
     else:
-        folder = Path("/out") / prediction.model_name_or_path.replace("/", "__")
+        folder = Path("/out") / found.model_name_or_path.replace("/", "__")
         assert Path(os.path.normpath(folder)) == folder and folder.parent == Path("/out")
         assert b"\0" not in os.fsencode(folder) and len(os.fsencode(folder.name)) < 200
 
@@ -156,9 +138,9 @@ def test_missing_file_empty_file_and_duplicates(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         load_instances(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="holds no rows"):
-        load_instances(write(tmp_path / "d.jsonl"))
+        load_instances(write_rows(tmp_path / "d.jsonl", []))
     with pytest.raises(DataError, match="a__b-1 twice"):
-        load_instances(write(tmp_path / "d.jsonl", ROW, ROW))
+        load_instances(write_rows(tmp_path / "d.jsonl", [ROW, ROW]))
 
 
 OLD = {name: value for name, value in ROW.items() if name not in NEW_COLUMNS}
@@ -166,7 +148,7 @@ OLD = {name: value for name, value in ROW.items() if name not in NEW_COLUMNS}
 
 def test_a_row_of_swe_bench_4_says_what_to_do(tmp_path):
     with pytest.raises(DataError, match=r"line 2: the row has no image .*current revision"):
-        load_instances(write(tmp_path / "d.jsonl", ROW, OLD))
+        load_instances(write_rows(tmp_path / "d.jsonl", [ROW, OLD]))
 
 
 def prediction(instance_id="a__b-1", patch="p", model="m/x"):
@@ -174,9 +156,8 @@ def prediction(instance_id="a__b-1", patch="p", model="m/x"):
 
 
 def test_predictions_in_all_official_forms(tmp_path):
-    instances = [parse_row(ROW, ""), parse_row(SECOND, "")]
     rows = [prediction(), prediction("a__b-2", None)]
-    jsonl = write(tmp_path / "p.jsonl", *rows)
+    jsonl = write_rows(tmp_path / "p.jsonl", rows)
     (tmp_path / "list.json").write_text(json.dumps(rows))
     (tmp_path / "map.json").write_text(json.dumps({row["instance_id"]: row for row in rows}))
     bare = {name: {k: v for k, v in row.items() if k != "instance_id"}
@@ -185,19 +166,16 @@ def test_predictions_in_all_official_forms(tmp_path):
     (tmp_path / "marked.json").write_text("\ufeff" + json.dumps(rows))
     (tmp_path / "marked.jsonl").write_text("\ufeff" + jsonl.read_text())
     (tmp_path / "twice.json").write_text(json.dumps([*rows, rows[0]]))
-    expected = load_predictions(jsonl, instances)
+    expected = load_predictions(jsonl, BOTH)
     assert [each.model_patch for each in expected] == ["p", ""]
     assert expected[0].row() == rows[0]
-    for name in ("list", "map", "bare", "marked", "twice"):
-        assert load_predictions(tmp_path / f"{name}.json", instances) == expected
-    for name in ("marked.jsonl",):
-        assert load_predictions(tmp_path / name, instances) == expected
-    gold = load_predictions("gold", instances)
+    for name in ("list.json", "map.json", "bare.json", "marked.json", "marked.jsonl", "twice.json"):
+        assert load_predictions(tmp_path / name, BOTH) == expected
+    gold = load_predictions("gold", BOTH)
     assert [each.model_patch for each in gold] == [ROW["patch"]] * 2
 
 
 def test_predictions_of_what_agentrl_eval_played(tmp_path):
-    instances = [parse_row(ROW, ""), parse_row(SECOND, "")]
     folder = tmp_path / "some-model"
     episodes = [
         Trajectory(f"{name}/0", name, "swebench", name, 0, stop_reason=StopReason.TERMINATED)
@@ -207,9 +185,9 @@ def test_predictions_of_what_agentrl_eval_played(tmp_path):
     episodes[1].error = TrajectoryError("step", "env_error", "no verdict")
     config = load_config({"env": {"id": "swebench"}, "model": {"path": "m"}})
     EpisodeLog(folder, config).finish(episodes)
-    assert load_predictions(folder, instances) == [Prediction("a__b-1", "some-model", "p")]
+    assert load_predictions(folder, BOTH) == [Prediction("a__b-1", "some-model", "p")]
     with pytest.raises(DataError, match="not in the dataset"):
-        load_predictions(folder, instances[1:])
+        load_predictions(folder, BOTH[1:])
 
 
 @pytest.mark.parametrize(
@@ -224,25 +202,22 @@ def test_predictions_of_what_agentrl_eval_played(tmp_path):
     ],
 )
 def test_bad_predictions_are_named(tmp_path, rows, message):
-    instances = [parse_row(ROW, ""), parse_row(SECOND, "")]
     with pytest.raises(DataError, match=message):
-        load_predictions(write(tmp_path / "p.jsonl", *rows), instances)
+        load_predictions(write_rows(tmp_path / "p.jsonl", rows), BOTH)
 
 
 def test_predictions_for_other_instances_are_left_out_of_a_selection(tmp_path, caplog):
-    path = write(tmp_path / "p.jsonl", prediction(), prediction("c__d-9"))
-    instances = [parse_row(ROW, "")]
-    (kept,) = load_predictions(path, instances, is_selection=True)
+    path = write_rows(tmp_path / "p.jsonl", [prediction(), prediction("c__d-9")])
+    (kept,) = load_predictions(path, BOTH[:1], is_selection=True)
     assert kept.instance_id == "a__b-1" and "1 predictions for other instances" in caplog.text
     with pytest.raises(DataError, match="for these instances"):
-        load_predictions(path, [parse_row(SECOND, "")], is_selection=True)
+        load_predictions(path, BOTH[1:], is_selection=True)
 
 
 def test_half_a_surrogate_pair_spoils_one_patch_and_not_the_file(tmp_path, caplog):
-    path = tmp_path / "p.jsonl"
     rows = [prediction(patch="+x = '\ud800'"), prediction("a__b-2")]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one, two = load_predictions(path, [parse_row(ROW, ""), parse_row(SECOND, "")])
+    path = write_rows(tmp_path / "p.jsonl", rows)
+    one, two = load_predictions(path, BOTH)
     assert one.model_patch == "+x = '?'" and two.instance_id == "a__b-2"
     assert f"{path}, line 1" in caplog.text
 

@@ -13,41 +13,29 @@ from agentrl_swebench.containers import File, InstanceContainer
 pytestmark = pytest.mark.docker
 
 IMAGE = "agentrl/swebench-fixture:agentrl-spans-1"
-SMALL = {"memory_mb": 256, "max_processes": 48}
 
 
 @asynccontextmanager
-async def container(limits=SMALL):
-    made = await InstanceContainer.start(IMAGE, run_id="test", **limits)
+async def container():
+    made = await InstanceContainer.start(IMAGE, run_id="test", memory_mb=256, max_processes=48)
     try:
         yield made
     finally:
         await made.remove()
 
 
-def with_container(fixture_dir, scenario, limits=SMALL):
-    async def play():
-        async with container(limits) as made:
-            return await scenario(made)
-
-    return asyncio.run(play())
-
-
 async def run(made, command, timeout_s=20.0, max_chars=2000):
     return await made.run(command, timeout_s=timeout_s, max_chars=max_chars)
 
 
-def test_a_command_gives_output_and_exit_code_and_keeps_no_state(fixture_dir):
-    async def scenario(made):
-        first = await run(
-            made, "cd /; export A=1; echo out; echo err >&2; touch /testbed/x; exit 3"
-        )
+async def test_a_command_gives_output_and_exit_code_and_keeps_no_state(fixture_dir):
+    async with container() as made:
+        leave = "cd /; export A=1; echo out; echo err >&2; touch /testbed/x; exit 3"
+        first = await run(made, leave)
         assert (first.output, first.exit_code) == ("out\nerr\n", 3)
         second = await run(made, 'pwd; echo "[$A]"; ls x')
         assert second.output == "/testbed\n[]\nx\n"
         assert (await run(made, "printf '\\377'")).output == "�"
-
-    with_container(fixture_dir, scenario)
 
 
 def test_an_image_is_local_by_each_of_its_names(engine, fixture_dir):
@@ -58,40 +46,28 @@ def test_an_image_is_local_by_each_of_its_names(engine, fixture_dir):
     assert not images.is_local(engine, "agentrl/never-built")
 
 
-def test_input_is_at_its_end(fixture_dir):
-    async def scenario(made):
+async def test_input_is_at_its_end(fixture_dir):
+    async with container() as made:
         ran = await run(made, "cat; read x; echo read gave $?; python -c 'input()' 2>&1 | tail -1")
         assert ran.output == "read gave 1\nEOFError: EOF when reading a line\n"
         assert ran.seconds < 5
 
-    with_container(fixture_dir, scenario)
 
-
-def test_limits_hold(fixture_dir):
-    async def scenario(made):
+async def test_limits_hold(fixture_dir):
+    async with container() as made:
         status = (await run(made, "grep -E 'CapEff|CapBnd|NoNewPrivs' /proc/self/status")).output
         assert status.split() == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
         assert (await run(made, "ls /sys/class/net")).output == "lo\n"
-        assert (
-            "rror"
-            in (
-                await run(
-                    made,
-                    "python -c 'import socket; socket.create_connection"
-                    '(("192.0.2.1", 80), 3)\' 2>&1 | tail -1',
-                )
-            ).output
-        )
+        connects = 'import socket; socket.create_connection(("192.0.2.1", 80), 3)'
+        assert "rror" in (await run(made, f"python -c '{connects}' 2>&1 | tail -1")).output
         bomb = await run(made, ":(){ :|:& };:", timeout_s=6)
         assert "fork" in bomb.output or bomb.timed_out
         await made.sweep()
         assert (await run(made, "echo here")).output == "here\n"
 
-    with_container(fixture_dir, scenario)
 
-
-def test_out_of_memory_is_reported_and_survived(fixture_dir):
-    async def scenario(made):
+async def test_out_of_memory_is_reported_and_survived(fixture_dir):
+    async with container() as made:
         eat = "python -c 'x = b\"a\" * (1 << 30)'"
         alone = await run(made, eat)
         assert alone.exit_code == 137 and alone.out_of_memory
@@ -100,11 +76,9 @@ def test_out_of_memory_is_reported_and_survived(fixture_dir):
         killed = await run(made, "python -c 'import os; os.kill(os.getpid(), 9)'")
         assert killed.exit_code == 137 and not killed.out_of_memory
 
-    with_container(fixture_dir, scenario)
 
-
-def test_at_its_deadline_the_whole_tree_is_killed(fixture_dir):
-    async def scenario(made):
+async def test_at_its_deadline_the_whole_tree_is_killed(fixture_dir):
+    async with container() as made:
         started = time.monotonic()
         ran = await run(
             made,
@@ -116,11 +90,9 @@ def test_at_its_deadline_the_whole_tree_is_killed(fixture_dir):
         assert time.monotonic() - started < 15
         assert await made.processes() == []
 
-    with_container(fixture_dir, scenario)
 
-
-def test_what_is_left_in_the_background_does_not_hold_a_command_up(fixture_dir):
-    async def scenario(made):
+async def test_what_is_left_in_the_background_does_not_hold_a_command_up(fixture_dir):
+    async with container() as made:
         ran = await run(made, "setsid sleep 300 & echo started")
         assert (ran.output, ran.exit_code) == ("started\n", 0)
         assert ran.seconds < 10
@@ -128,11 +100,9 @@ def test_what_is_left_in_the_background_does_not_hold_a_command_up(fixture_dir):
         await made.sweep()
         assert await made.processes() == []
 
-    with_container(fixture_dir, scenario)
 
-
-def test_a_flood_is_cut_and_stopped(fixture_dir):
-    async def scenario(made):
+async def test_a_flood_is_cut_and_stopped(fixture_dir):
+    async with container() as made:
         many = await run(made, "seq 100000", max_chars=100)
         assert many.output.startswith("1\n2\n") and many.output.endswith("99999\n100000\n")
         assert many.num_dropped == 588_895 - 100 and many.exit_code == 0
@@ -140,11 +110,9 @@ def test_a_flood_is_cut_and_stopped(fixture_dir):
         assert endless.flooded and endless.exit_code is None
         assert await made.processes() == []
 
-    with_container(fixture_dir, scenario)
 
-
-def test_the_first_process_cannot_be_killed_or_talked_to_and_reaps(fixture_dir):
-    async def scenario(made):
+async def test_the_first_process_cannot_be_killed_or_talked_to_and_reaps(fixture_dir):
+    async with container() as made:
         for command in (
             "kill -9 -1; echo alive",
             "for s in $(seq 1 64); do kill -$s 1; done; echo x > /proc/1/fd/0; sleep 2; echo alive",
@@ -161,11 +129,9 @@ def test_the_first_process_cannot_be_killed_or_talked_to_and_reaps(fixture_dir):
         await asyncio.sleep(3)
         assert await made.processes() == []  # not even zombies
 
-    with_container(fixture_dir, scenario)
 
-
-def test_files_are_read_and_written_as_they_are(fixture_dir):
-    async def scenario(made):
+async def test_files_are_read_and_written_as_they_are(fixture_dir):
+    async with container() as made:
         await run(made, "printf 'a\\0b\\377' > /tmp/x; chmod 750 /tmp/x; ln -s /tmp/x /tmp/link")
         assert await made.read_file("/tmp/link", 100) == File("/tmp/x", 0o750, b"a\0b\xff")
         await made.write("/tmp/x", b"new\n", mode=0o750)
@@ -174,21 +140,17 @@ def test_files_are_read_and_written_as_they_are(fixture_dir):
             assert await made.read_file(path, 100) is None
         assert await made.read_file("/tmp/x", 3) is None
 
-    with_container(fixture_dir, scenario)
 
-
-def test_a_container_that_is_gone_is_an_error(fixture_dir):
-    async def scenario(made):
+async def test_a_container_that_is_gone_is_an_error(fixture_dir):
+    async with container() as made:
         await made.remove()
         await made.remove()
         with pytest.raises(ContainerGone):
             await run(made, "true")
 
-    with_container(fixture_dir, scenario)
 
-
-def test_commands_run_side_by_side_and_the_loop_stays_free(fixture_dir):
-    async def scenario(made):
+async def test_commands_run_side_by_side_and_the_loop_stays_free(fixture_dir):
+    async with container() as made:
         held_up = 0.0
 
         async def heartbeat():
@@ -204,5 +166,3 @@ def test_commands_run_side_by_side_and_the_loop_stays_free(fixture_dir):
         assert time.monotonic() - started < 10  # not 16
         beating.cancel()
         assert held_up < 1.0
-
-    with_container(fixture_dir, scenario)

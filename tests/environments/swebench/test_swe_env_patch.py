@@ -1,8 +1,8 @@
 """Scrubbed histories and extracted patches, on a real engine."""
 
-import asyncio
 import os
 import subprocess
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -16,6 +16,8 @@ from agentrl_swebench.patch import ScrubError, check_scrubbed, extract
 pytestmark = pytest.mark.docker
 
 IMAGE = "agentrl/swebench-fixture:agentrl-spans-1"
+FIX = "sed -i 's/start </start <=/' spans/core.py"
+LISTING = "rm -rf .git; find . -type f | sort | xargs -d '\\n' sha1sum"
 
 
 @pytest.fixture(autouse=True)
@@ -23,30 +25,29 @@ def _state(monkeypatch, tmp_path):
     monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path))
 
 
-def in_scrubbed(scenario, image=IMAGE):
-    async def play():
-        made = await images.scrubbed(await images.resolve(image))
-        container = await InstanceContainer.start(made.image_id, run_id="test")
-        try:
-            return await scenario(container, made.base)
-        finally:
-            await container.remove()
-
-    return asyncio.run(play())
+@asynccontextmanager
+async def scrubbed(image=IMAGE):
+    """A container of a scrubbed image, and the state that an agent starts from."""
+    made = await images.scrubbed(await images.resolve(image))
+    container = await InstanceContainer.start(made.image_id, run_id="test")
+    try:
+        yield container, made.base
+    finally:
+        await container.remove()
 
 
 async def sh(container, command):
     return (await container.run(command, timeout_s=30, max_chars=100_000)).output
 
 
-def test_nothing_of_the_future_is_left(fixture_dir, engine, fixture_instances):
+async def test_nothing_of_the_future_is_left(fixture_dir, engine, fixture_instances):
     find = "git log --all --format=%H; git rev-parse v-next origin/main 2>/dev/null; true"
     before = engine.containers.run(
         IMAGE, ["bash", "-c", f"{find}; git reflog --format=%H"], remove=True, network_mode="none"
     )
     base_commit = fixture_instances["agentrl__spans-1"].base_commit
 
-    async def scenario(container, base):
+    async with scrubbed() as (container, base):
         await check_scrubbed(container, base)
         past = (await sh(container, "git log --format=%H")).split()
         assert past[0] == base.commit == base_commit and len(past) == 2
@@ -67,8 +68,6 @@ def test_nothing_of_the_future_is_left(fixture_dir, engine, fixture_instances):
         assert "test_touching" not in await sh(container, f"{every} | tr -d '\\0'")
         assert (await sh(container, "git status --short")) == ""
 
-    in_scrubbed(scenario)
-
 
 @pytest.mark.parametrize(
     "spoil",
@@ -82,17 +81,15 @@ def test_nothing_of_the_future_is_left(fixture_dir, engine, fixture_instances):
         "rm -rf .git",
     ],
 )
-def test_the_check_fails_closed(fixture_dir, spoil):
-    async def scenario(container, base):
+async def test_the_check_fails_closed(fixture_dir, spoil):
+    async with scrubbed() as (container, base):
         await sh(container, spoil)
         with pytest.raises(ScrubError):
             await check_scrubbed(container, base)
 
-    in_scrubbed(scenario)
-
 
 @pytest.mark.parametrize("mark", ["keep", "promisor"])
-def test_packs_that_git_would_keep_are_scrubbed_too(fixture_dir, engine, mark):
+async def test_packs_that_git_would_keep_are_scrubbed_too(fixture_dir, engine, mark):
     """A partial clone's packs are marked `promisor`; git never drops an object of those."""
     pack = f"git repack -a -d -q && touch $(ls .git/objects/pack/*.pack | sed s/pack$/{mark}/)"
     made = engine.containers.run(
@@ -104,16 +101,13 @@ def test_packs_that_git_would_keep_are_scrubbed_too(fixture_dir, engine, mark):
     finally:
         made.remove()
 
-    async def scenario(container, base):
-        await check_scrubbed(container, base)
-        assert "Fix the bug" not in await sh(container, "git log --all --reflog --oneline")
-        every = "git cat-file --batch-check --batch-all-objects | cut -d' ' -f1"
-        assert "test_touching" not in await sh(
-            container, f"{every} | git cat-file --batch | tr -d '\\0'"
-        )
-
     try:
-        in_scrubbed(scenario, source.id)
+        async with scrubbed(source.id) as (container, base):
+            await check_scrubbed(container, base)
+            assert "Fix the bug" not in await sh(container, "git log --all --reflog --oneline")
+            every = "git cat-file --batch-check --batch-all-objects | cut -d' ' -f1"
+            every += " | git cat-file --batch | tr -d '\\0'"
+            assert "test_touching" not in await sh(container, every)
     finally:
         for tag in (images.scrubbed_tag(source.id), source.id):
             engine.images.remove(tag)
@@ -125,35 +119,28 @@ async def test_an_image_without_a_repository_is_refused(fixture_dir):
         await images.scrubbed(source)
 
 
-def test_an_extracted_patch_is_the_change_and_applies(fixture_dir, tmp_path):
+async def test_an_extracted_patch_is_the_change_and_applies(fixture_dir, tmp_path):
     changes = (
         "sed -i 's/start </start <=/' spans/core.py; printf 'a\\0b' > blob.bin; "
         "echo new > 'name with space.txt'; rm README.md; mkdir d; echo ü > d/ü.txt; "
         "chmod +x setup.py"
     )
 
-    async def scenario(container, base):
+    async with scrubbed() as (container, base):
         assert (await extract(container, base)).patch == ""
         await sh(container, changes)
         extracted = await extract(container, base)
         assert extracted.problem == ""
         await sh(container, "git add -A; git -c user.name=a -c user.email=a@b commit -qm wip")
         assert (await extract(container, base)).patch == extracted.patch
-        tree = await sh(container, "rm -rf .git; find . -type f | sort | xargs -d '\\n' sha1sum")
-        return extracted.patch, tree
-
-    patch, tree = in_scrubbed(scenario)
+        tree = await sh(container, LISTING)
+    patch = extracted.patch
     assert "b/spans/core.py" in patch and "GIT binary patch" in patch
-
-    async def apply(container, base):
-        applied = await container.run(
-            f"git apply - <<'END'\n{patch}END\n", timeout_s=30, max_chars=1000
-        )
+    async with scrubbed() as (container, base):
+        apply = f"git apply - <<'END'\n{patch}END\n"
+        applied = await container.run(apply, timeout_s=30, max_chars=1000)
         assert applied.exit_code == 0, applied.output
-        listing = "rm -rf .git; find . -type f | sort | xargs -d '\\n' sha1sum"
-        assert await sh(container, listing) == tree
-
-    in_scrubbed(apply)
+        assert await sh(container, LISTING) == tree
 
 
 @pytest.mark.parametrize(
@@ -170,50 +157,37 @@ def test_an_extracted_patch_is_the_change_and_applies(fixture_dir, tmp_path):
         "printf '[diff]\\n\\texternal = false\\n' > /var/lib/agentrl/base.git/config",
     ],
 )
-def test_what_the_agent_did_to_git_has_no_say(fixture_dir, hostile):
-    async def scenario(container, base):
+async def test_what_the_agent_did_to_git_has_no_say(fixture_dir, hostile):
+    async with scrubbed() as (container, base):
         await sh(container, hostile)
-        await sh(container, "sed -i 's/start </start <=/' spans/core.py")
+        await sh(container, FIX)
         extracted = await extract(container, base)
         assert extracted.problem == ""
         assert "+        if merged and start <= merged[-1][1]:" in extracted.patch
         assert extracted.patch.count("diff --git") == 1
 
-    in_scrubbed(scenario)
 
-
-def test_only_what_the_agent_did_for_certain_is_its_problem(fixture_dir):
-    async def scenario(container, base):
-        await sh(
-            container, "sed -i 's/start </start <=/' spans/core.py; rm -rf .git; git init -q ."
-        )
+async def test_only_what_the_agent_did_for_certain_is_its_problem(fixture_dir):
+    async with scrubbed() as (container, base):
+        await sh(container, f"{FIX}; rm -rf .git; git init -q .")
         kept = await extract(container, base)
         assert kept.problem == "" and kept.patch.count("diff --git") == 1
         await sh(container, "printf '#!/bin/sh\\nexit 1\\n' > $(command -v git)")
         assert (await extract(container, base)).problem
         await sh(container, "rm $(command -v git)")
         assert "removed the programs" in (await extract(container, base)).problem
-
-    async def without_the_first_state(container, base):
+    async with scrubbed() as (container, base):
         await sh(container, "rm -rf /var/lib/agentrl")
         assert "first state" in (await extract(container, base)).problem
 
-    in_scrubbed(without_the_first_state)
-    in_scrubbed(scenario)
 
-
-def test_a_change_that_can_not_be_taken_is_nobodys_problem(fixture_dir, monkeypatch):
-    async def scenario(container, base):
-        monkeypatch.setattr(
-            patch_module, "_EXTRACT", "echo 'No space left on device' >&2; exit 128"
-        )
+async def test_a_change_that_can_not_be_taken_is_nobodys_problem(fixture_dir, monkeypatch):
+    async with scrubbed() as (container, base):
+        full = "echo 'No space left on device' >&2; exit 128"
+        monkeypatch.setattr(patch_module, "_EXTRACT", full)
         with pytest.raises(EnvError, match="No space left"):
             await extract(container, base)
 
-    in_scrubbed(scenario)
-
-
-FIX = "sed -i 's/start </start <=/' spans/core.py"
 
 ODD_TREES = {
     "quoted name": "echo a > 'notes ü.txt'; echo b > 'a \"b\".txt'; printf c > \"tab\there.txt\"",
@@ -234,23 +208,18 @@ ODD_TREES = {
 
 
 @pytest.mark.parametrize("tree", ODD_TREES)
-def test_whatever_the_tree_is_the_fix_is_submitted(fixture_dir, tree):
-    async def scenario(container, base):
+async def test_whatever_the_tree_is_the_fix_is_submitted(fixture_dir, tree):
+    async with scrubbed() as (container, base):
         made = await container.run(f"{FIX}; {ODD_TREES[tree]}", timeout_s=30, max_chars=1000)
         assert made.exit_code == 0, made.output
         extracted = await extract(container, base)
         assert extracted.problem == "" and extracted.left_out == ()
-        return extracted.patch, await sh(container, "sha1sum spans/core.py")
-
-    patch, fixed = in_scrubbed(scenario)
-
-    async def apply(container, base):
+        patch, fixed = extracted.patch, await sh(container, "sha1sum spans/core.py")
+    async with scrubbed() as (container, base):
         await container.write("/tmp/patch.diff", patch.encode())
         applied = await container.run("git apply -v /tmp/patch.diff", timeout_s=30, max_chars=2000)
         assert applied.exit_code == 0, applied.output
         assert await sh(container, "sha1sum spans/core.py") == fixed
-
-    in_scrubbed(apply)
     assert "spans/core.py" in [path for each in parse_patch(patch) for path in each.paths]
 
 
@@ -266,15 +235,13 @@ def test_whatever_the_tree_is_the_fix_is_submitted(fixture_dir, tree):
         ("head -c 90000000 /dev/zero > /dev/shm/full; seq 900000 > app.txt", "app.txt"),
     ],
 )
-def test_of_a_large_change_junk_is_left_out_and_not_the_fix(fixture_dir, junk, left_out):
-    async def scenario(container, base):
+async def test_of_a_large_change_junk_is_left_out_and_not_the_fix(fixture_dir, junk, left_out):
+    async with scrubbed() as (container, base):
         await sh(container, f"{FIX}; echo 'def helper(): pass' > spans/helper.py; {junk}")
         extracted = await extract(container, base)
         assert extracted.problem == "" and list(extracted.left_out) == [left_out]
         names = {path for each in parse_patch(extracted.patch) for path in each.paths}
         assert names == {"spans/core.py", "spans/helper.py"}
-
-    in_scrubbed(scenario)
 
 
 def test_eviction_spares_what_is_in_use_or_not_ours(fixture_dir, engine, tmp_path):

@@ -6,29 +6,14 @@ import importlib.util
 
 import pytest
 from patches import file_diff
+from swe_rows import FAILED, INFRASTRUCTURE, instance_of, verdict
 
 from agentrl.errors import EnvError
 from agentrl_swebench import grade as grading
-from agentrl_swebench.dataset import Instance
-from agentrl_swebench.grade import GradingLimits, Verdict, grade, judge
+from agentrl_swebench.grade import GradingLimits, grade, judge
 from agentrl_swebench.harness import Evidence, Watch
 
-INSTANCE = Instance(
-    instance_id="a__b-1",
-    repo="a/b",
-    version="1",
-    base_commit="0" * 40,
-    problem_statement="",
-    patch=file_diff("b/core.py", "a\n", "b\n"),
-    test_patch=file_diff("tests/test_core.py", "a\n", "b\n"),
-    fail_to_pass=("tests/test_core.py::test_new",),
-    pass_to_pass=("tests/test_core.py::test_old",),
-    image="i",
-    eval_script="cd /testbed\n: '>>>>> Start Test Output'\npytest -rA tests/test_core.py\n"
-    ": '>>>>> End Test Output'\n",
-    log_parser="parse_log_pytest",
-    eval_type="pass_and_fail",
-)
+INSTANCE = instance_of()
 LIMITS = GradingLimits()
 
 
@@ -41,11 +26,16 @@ def evidence(**values):
     return Evidence(**({"container_end": "stopped"} | values))
 
 
+RESOLVED = evidence(report=report(True), complete=True)
+UNRESOLVED = {"report": report(False), "complete": True}
+TROUBLE = ("infrastructure", True)
+
+
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (evidence(report=report(True), complete=True), ("resolved", False)),
-        (evidence(report=report(False), complete=True), ("unresolved", False)),
+        (RESOLVED, ("resolved", False)),
+        (evidence(**UNRESOLVED), ("unresolved", False)),
         (evidence(error_kind="patch"), ("patch_failed", False)),
         # Forged or broken test runs are failures, tried again because they look like trouble.
         (evidence(report=report(False)), ("unresolved", True)),
@@ -54,24 +44,18 @@ def evidence(**values):
         (evidence(error_kind="memory"), ("unresolved", False)),
         (evidence(error_kind="decode"), ("unresolved", False)),
         # Trouble of the infrastructure never is one.
-        (evidence(error_kind="image", container_end=""), ("infrastructure", True)),
-        (evidence(error_kind="engine", container_end="lost"), ("infrastructure", True)),
-        (evidence(error_kind="engine"), ("infrastructure", True)),
-        (evidence(error_kind="no_engine", container_end=""), ("infrastructure", True)),
-        (evidence(error_kind="engine", container_end="removed"), ("infrastructure", True)),
-        (evidence(error_kind="disk"), ("infrastructure", True)),
-        (evidence(error_kind="row"), ("infrastructure", True)),
-        (evidence(error_kind="other"), ("infrastructure", True)),
-        (evidence(report=report(False), container_end="lost"), ("infrastructure", True)),
-        (
-            evidence(report=report(False), complete=True, container_end="removed"),
-            ("infrastructure", True),
-        ),
-        (
-            evidence(report=report(False), complete=True, least_free_bytes=1 << 20),
-            ("infrastructure", True),
-        ),
-        (evidence(error_kind="patch", least_free_bytes=0), ("infrastructure", True)),
+        (evidence(error_kind="image", container_end=""), TROUBLE),
+        (evidence(error_kind="engine", container_end="lost"), TROUBLE),
+        (evidence(error_kind="engine"), TROUBLE),
+        (evidence(error_kind="no_engine", container_end=""), TROUBLE),
+        (evidence(error_kind="engine", container_end="removed"), TROUBLE),
+        (evidence(error_kind="disk"), TROUBLE),
+        (evidence(error_kind="row"), TROUBLE),
+        (evidence(error_kind="other"), TROUBLE),
+        (evidence(report=report(False), container_end="lost"), TROUBLE),
+        (evidence(**UNRESOLVED, container_end="removed"), TROUBLE),
+        (evidence(**UNRESOLVED, least_free_bytes=1 << 20), TROUBLE),
+        (evidence(error_kind="patch", least_free_bytes=0), TROUBLE),
         # A full disk fails tests; it makes none pass.
         (evidence(report=report(True), complete=True, least_free_bytes=0), ("resolved", False)),
     ],
@@ -83,26 +67,8 @@ def test_outcome_of_a_run(seen, expected):
 
 
 def test_out_of_memory_is_a_flag_and_the_tests_count():
-    judgement = judge(
-        INSTANCE, evidence(report=report(False), complete=True, out_of_memory=True), LIMITS
-    )
+    judgement = judge(INSTANCE, evidence(**UNRESOLVED, out_of_memory=True), LIMITS)
     assert (judgement.outcome, judgement.flags) == ("unresolved", ("out_of_memory",))
-
-
-FAILED = {"resolved": False, "outcome": "unresolved"}
-
-
-def verdict(**values):
-    base = {
-        "instance_id": "a__b-1",
-        "resolved": True,
-        "outcome": "resolved",
-        "reason": "",
-        "report": {},
-        "seconds": 0.0,
-        "flags": (),
-    }
-    return Verdict(**(base | values))
 
 
 @pytest.mark.parametrize(
@@ -114,12 +80,12 @@ def verdict(**values):
         ({"flags": ("uncovered",)}, None),
         ({"flags": ("uncovered",), "pays_uncovered": True}, 1.0),
         ({"flags": ("wrong_values",), "pays_uncovered": True}, 0.0),
-        ({**FAILED, "flags": ("uncovered",)}, 0.0),
+        (FAILED | {"flags": ("uncovered",)}, 0.0),
         ({"flags": ("wrong_values",)}, 0.0),
-        ({"resolved": False, "outcome": "unresolved"}, 0.0),
-        ({"resolved": False, "outcome": "refused"}, 0.0),
-        ({"resolved": None, "outcome": "infrastructure"}, None),
-        ({"resolved": None, "outcome": "infrastructure", "flags": ("wrong_values",)}, None),
+        (FAILED, 0.0),
+        (FAILED | {"outcome": "refused"}, 0.0),
+        (INFRASTRUCTURE, None),
+        (INFRASTRUCTURE | {"flags": ("wrong_values",)}, None),
     ],
 )
 def test_reward_is_the_verdict_less_what_was_forged(values, reward):
@@ -127,7 +93,6 @@ def test_reward_is_the_verdict_less_what_was_forged(values, reward):
 
 
 # --- retries, with the harness' runs scripted -------------------------------------------------
-
 
 images = []
 """Of the runs, in order."""
@@ -137,7 +102,17 @@ async def without_history(instance):
     return dataclasses.replace(instance, image="scrubbed"), "sha256:source"
 
 
-def run_grade(monkeypatch, *runs, **arguments):
+def graded(monkeypatch, run, *, scrubs=without_history, patch=INSTANCE.patch, **arguments):
+    """Grades with scripted runs of the harness."""
+    monkeypatch.setattr(grading, "run_harness", run)
+    monkeypatch.setattr(grading, "_without_history", scrubs)
+    monkeypatch.setattr(grading, "_check_installed", lambda: None)
+    monkeypatch.setattr(grading, "BACK_OFF_S", (0.0, 0.0, 0.0))
+    arguments = {"policy": "strict", "run_id": "r", "timeout_s": 1.0} | arguments
+    return grade(INSTANCE, patch, **arguments)
+
+
+async def run_grade(monkeypatch, *runs, **arguments):
     calls = []
     images.clear()
 
@@ -146,18 +121,12 @@ def run_grade(monkeypatch, *runs, **arguments):
         images.append(instance.image)
         return runs[len(calls) - 1]
 
-    monkeypatch.setattr(grading, "run_harness", scripted)
-    monkeypatch.setattr(grading, "_without_history", without_history)
-    monkeypatch.setattr(grading, "_check_installed", lambda: None)
-    monkeypatch.setattr(grading, "BACK_OFF_S", (0.0, 0.0, 0.0))
-    arguments = {"policy": "strict", "run_id": "r", "timeout_s": 1.0} | arguments
-    patch = arguments.pop("model_patch", INSTANCE.patch)
-    return asyncio.run(grade(INSTANCE, patch, **arguments)), calls
+    return await graded(monkeypatch, scripted, **arguments), calls
 
 
-def test_infrastructure_is_retried_with_pauses_and_then_masked(monkeypatch):
+async def test_infrastructure_is_retried_with_pauses_and_then_masked(monkeypatch):
     bad = evidence(error_kind="other", error="killed", seconds=2.0)
-    result, calls = run_grade(monkeypatch, bad, bad, bad, bad)
+    result, calls = await run_grade(monkeypatch, bad, bad, bad, bad)
     assert (result.outcome, result.resolved, result.reward) == ("infrastructure", None, None)
     assert len(calls) == result.attempts == 4
     assert result.seconds == 8.0
@@ -165,53 +134,50 @@ def test_infrastructure_is_retried_with_pauses_and_then_masked(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "num_runs"), [("image", 2), ("row", 2), ("no_engine", 3)])
-def test_what_waiting_does_not_mend_is_not_waited_for(monkeypatch, kind, num_runs):
+async def test_what_waiting_does_not_mend_is_not_waited_for(monkeypatch, kind, num_runs):
     failed = evidence(error_kind=kind, error="why")
-    result, calls = run_grade(monkeypatch, *[failed] * num_runs)
+    result, calls = await run_grade(monkeypatch, *[failed] * num_runs)
     assert (result.outcome, result.reward, len(calls)) == ("infrastructure", None, num_runs)
 
 
-def test_the_second_run_counts(monkeypatch):
-    result, _ = run_grade(
-        monkeypatch, evidence(error_kind="other"), evidence(report=report(True), complete=True)
-    )
+async def test_the_second_run_counts(monkeypatch):
+    result, _ = await run_grade(monkeypatch, evidence(error_kind="other"), RESOLVED)
     assert (result.outcome, result.reward, result.attempts) == ("resolved", 1.0, 2)
     assert result.flags[0].startswith("retried: ")
 
 
-def test_a_second_timeout_is_a_failure(monkeypatch):
+async def test_a_second_timeout_is_a_failure(monkeypatch):
     slow = evidence(error_kind="timeout", error="Test timed out after 1 seconds.")
-    result, _ = run_grade(monkeypatch, slow, slow)
+    result, _ = await run_grade(monkeypatch, slow, slow)
     assert (result.outcome, result.reward) == ("unresolved", 0.0)
     assert result.flags[-1] == "grade_timeout"
 
 
-def test_nothing_is_run_for_empty_and_refused_patches(monkeypatch):
-    empty, calls = run_grade(monkeypatch, model_patch="")
+async def test_nothing_is_run_for_empty_and_refused_patches(monkeypatch):
+    empty, calls = await run_grade(monkeypatch, patch="")
     assert (empty.outcome, empty.resolved, calls) == ("empty", False, [])
     forged = file_diff("conftest.py", None, "x = 1\n")
-    refused, calls = run_grade(monkeypatch, model_patch=forged)
+    refused, calls = await run_grade(monkeypatch, patch=forged)
     assert (refused.outcome, refused.resolved, calls) == ("refused", False, [])
     assert refused.dropped == (("conftest.py", "test file"),)
 
 
-def test_the_harness_gets_what_the_policy_left(monkeypatch):
-    good = evidence(report=report(True), complete=True)
+async def test_the_harness_gets_what_the_policy_left(monkeypatch):
     both = INSTANCE.patch + file_diff("conftest.py", None, "x = 1\n")
-    strict, calls = run_grade(monkeypatch, good, model_patch=both)
+    strict, calls = await run_grade(monkeypatch, RESOLVED, patch=both)
     assert calls == [INSTANCE.patch] == [strict.graded_patch]
-    official, calls = run_grade(monkeypatch, good, model_patch=both, policy="official")
+    official, calls = await run_grade(monkeypatch, RESOLVED, patch=both, policy="official")
     assert calls == [both]
     assert (strict.policy, official.policy) == ("strict-4", "official-1")
 
 
-def test_a_patch_can_not_fetch_the_fix_from_the_history(monkeypatch):
+async def test_a_patch_can_not_fetch_the_fix_from_the_history(monkeypatch):
     """Under `strict`, and in every withheld run. The official verdict is the official image's."""
-    good = evidence(report=report(True), complete=True, image_id="sha256:scrubbed")
-    strict, _ = run_grade(monkeypatch, good)
+    good = dataclasses.replace(RESOLVED, image_id="sha256:scrubbed")
+    strict, _ = await run_grade(monkeypatch, good)
     assert images == ["scrubbed"] and strict.image_id == "sha256:source"
-    official, _ = run_grade(monkeypatch, good, policy="official")
-    assert images == ["i"] and official.image_id == "sha256:scrubbed"
+    official, _ = await run_grade(monkeypatch, good, policy="official")
+    assert images == [INSTANCE.image] and official.image_id == "sha256:scrubbed"
     seen = []
 
     async def prepare(instance, run, run_id):
@@ -219,56 +185,38 @@ def test_a_patch_can_not_fetch_the_fix_from_the_history(monkeypatch):
         raise EnvError("no engine")
 
     monkeypatch.setattr(grading, "prepare", prepare)
-    result, _ = run_grade(monkeypatch, good, policy="official", withhold=True)
-    assert images == ["i"] and seen == ["scrubbed"]
+    result, _ = await run_grade(monkeypatch, good, policy="official", withhold=True)
+    assert images == [INSTANCE.image] and seen == ["scrubbed"]
     assert result.flags == ("withheld_inconclusive",)
 
 
-def test_an_image_that_can_not_be_scrubbed_is_no_verdict(monkeypatch):
+async def test_an_image_that_can_not_be_scrubbed_is_no_verdict(monkeypatch):
     async def fails(instance):
         raise EnvError("the history can't be scrubbed")
 
-    good = evidence(report=report(True), complete=True)
-    run_grade(monkeypatch, good, good)
-    monkeypatch.setattr(grading, "_without_history", fails)
-    call = grade(INSTANCE, INSTANCE.patch, policy="strict", run_id="r", timeout_s=1)
-    result = asyncio.run(call)
+    result, _ = await run_grade(monkeypatch, scrubs=fails)
     assert (result.outcome, result.reward) == ("infrastructure", None)
     assert "can't be scrubbed" in result.reason
     # The official verdict needs no scrubbed image; only its withheld run does.
-    call = grade(
-        INSTANCE, INSTANCE.patch, policy="official", run_id="r", timeout_s=1, withhold=True
-    )
-    result = asyncio.run(call)
+    official = {"scrubs": fails, "policy": "official", "withhold": True}
+    result, _ = await run_grade(monkeypatch, RESOLVED, **official)
     assert (result.outcome, result.flags) == ("resolved", ("withheld_inconclusive",))
 
 
-def test_gradings_share_the_cores(monkeypatch):
+async def test_gradings_share_the_cores(monkeypatch):
     cpus = []
 
     async def scripted(instance, patch, *, limits, **values):
         cpus.append(limits.cpus)
-        return evidence(report=report(True), complete=True)
+        return RESOLVED
 
-    run_grade(monkeypatch, evidence(report=report(True), complete=True))
-    monkeypatch.setattr(grading, "run_harness", scripted)
     monkeypatch.setattr(grading.os, "sched_getaffinity", lambda pid: set(range(8)))
     for workers, limits in ((2, None), (32, None), (2, GradingLimits(cpus=3.0))):
-        asyncio.run(
-            grade(
-                INSTANCE,
-                "p" + INSTANCE.patch,
-                policy="official",
-                run_id="r",
-                timeout_s=1,
-                limits=limits,
-                workers=workers,
-            )
-        )
+        await graded(monkeypatch, scripted, limits=limits, workers=workers)
     assert cpus == [4.0, 1.0, 3.0]
 
 
-def test_no_more_gradings_at_once_than_workers(monkeypatch):
+async def test_no_more_gradings_at_once_than_workers(monkeypatch):
     running = most = 0
 
     async def scripted(instance, patch, **values):
@@ -277,25 +225,14 @@ def test_no_more_gradings_at_once_than_workers(monkeypatch):
         most = max(most, running)
         await asyncio.sleep(0.06)
         running -= 1
-        return evidence(report=report(True), complete=True)
+        return RESOLVED
 
-    monkeypatch.setattr(grading, "run_harness", scripted)
-    monkeypatch.setattr(grading, "_without_history", without_history)
-    monkeypatch.setattr(grading, "_check_installed", lambda: None)
-
-    async def eight():
-        calls = (
-            grade(INSTANCE, INSTANCE.patch, policy="strict", run_id="r", timeout_s=1, workers=2)
-            for _ in range(8)
-        )
-        return await asyncio.gather(*calls)
-
-    assert all(each.resolved for each in asyncio.run(eight()))
+    calls = (graded(monkeypatch, scripted, workers=2) for _ in range(8))
+    assert all(each.resolved for each in await asyncio.gather(*calls))
     assert most == 2
 
 
 # --- the engine's witness ----------------------------------------------------------------------
-
 
 needs_docker_package = pytest.mark.skipif(
     importlib.util.find_spec("docker") is None, reason="the docker package is not installed"

@@ -382,11 +382,7 @@ def test_eight_gradings_of_one_instance_at_once(engine, fixture_instances):
     async def eight():
         runs = (
             run_harness(
-                instance,
-                instance.patch,
-                run_id=RUN_ID,
-                timeout_s=300,
-                limits=GradingLimits(),
+                instance, instance.patch, run_id=RUN_ID, timeout_s=300, limits=GradingLimits()
             )
             for _ in range(8)
         )

@@ -7,50 +7,19 @@ import json
 import pytest
 import swe_attacks
 from attack_rows import STATED
-from patches import file_diff
+from rows_for_tests import write_rows
 from swe_grading import harness_seconds
+from swe_rows import FAILED, INFRASTRUCTURE, ROW, instance_of, verdict
 
 from agentrl.cli.main import main
 from agentrl.errors import DataError
 from agentrl_swebench import evaluate as evaluation
 from agentrl_swebench.cli import app
-from agentrl_swebench.dataset import Instance, Prediction, parse_row
+from agentrl_swebench.dataset import Prediction, parse_row
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.evaluate import Validation, _read_verdict, make_report
-from agentrl_swebench.grade import Verdict
 
-ROW = {
-    "instance_id": "a__b-1",
-    "repo": "a/b",
-    "version": "1.0",
-    "base_commit": "0" * 40,
-    "problem_statement": "It is broken.",
-    "patch": file_diff("x", "a\n", "b\n"),
-    "test_patch": "",
-    "FAIL_TO_PASS": ["t::new"],
-    "PASS_TO_PASS": [],
-    "image": "a/b:1",
-    "eval_script": "",
-    "log_parser": "parse_log_pytest",
-    "eval_type": "pass_and_fail",
-}
-
-
-def verdict(instance_id="a__b-1", **values):
-    base = {
-        "instance_id": instance_id,
-        "resolved": True,
-        "outcome": "resolved",
-        "reason": "r",
-        "report": {},
-        "seconds": 1.0,
-        "flags": (),
-    }
-    return Verdict(**(base | values))
-
-
-VOID = {"resolved": None, "outcome": "infrastructure", "reason": "the engine is gone"}
-FAILED = {"resolved": False, "outcome": "unresolved"}
+VOID = INFRASTRUCTURE | {"reason": "the engine is gone"}
 
 
 def test_report_keeps_the_official_number_and_the_rewarded_apart():
@@ -104,7 +73,7 @@ def test_a_verdict_on_disk_counts_for_the_same_input_only(tmp_path):
         _read_verdict(path, "d")
 
 
-def test_an_interrupted_evaluation_waits_for_those_that_clean_up(tmp_path, monkeypatch):
+async def test_an_interrupted_evaluation_waits_for_those_that_clean_up(tmp_path, monkeypatch):
     """One call ends at once when it is cancelled; another still removes its container."""
     cleaned = []
 
@@ -120,20 +89,9 @@ def test_an_interrupted_evaluation_waits_for_those_that_clean_up(tmp_path, monke
             await asyncio.sleep(0.005)
         cleaned.append(1)
 
-    async def interrupted(work):
-        task = asyncio.create_task(work)
-        while len(started) < 2:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return len(cleaned)
-
     monkeypatch.setattr(evaluation, "grade", slow)
     monkeypatch.setattr(evaluation, "num_cores", lambda: 2)
-    row = dict.fromkeys(Instance.__dataclass_fields__, "")
-    lists = {"fail_to_pass": (), "pass_to_pass": ()}
-    instances = [Instance(**row | lists | {"instance_id": f"i-{k}"}) for k in range(4)]
+    instances = [instance_of(instance_id=f"i-{k}") for k in range(4)]
     predictions = [Prediction(each.instance_id, "m", "p") for each in instances]
     for work in (
         evaluation.evaluate(instances, predictions, run_id="r", out=tmp_path, dataset="d"),
@@ -141,7 +99,13 @@ def test_an_interrupted_evaluation_waits_for_those_that_clean_up(tmp_path, monke
     ):
         started: list[int] = []
         cleaned.clear()
-        assert asyncio.run(interrupted(work)) == 2
+        task = asyncio.create_task(work)
+        while len(started) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(cleaned) == 2
 
 
 def test_seconds_of_a_harness_log(tmp_path):
@@ -166,8 +130,7 @@ def test_commands_and_their_defaults():
 
 def test_an_engine_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    dataset = tmp_path / "d.jsonl"
-    dataset.write_text(json.dumps(ROW) + "\n")
+    dataset = write_rows(tmp_path / "d.jsonl", [ROW])
     arguments = ["--dataset", str(dataset), "--predictions", "gold", "--out", str(tmp_path)]
     assert main(["swebench", "eval", *arguments]) == 1
     said = capsys.readouterr().err

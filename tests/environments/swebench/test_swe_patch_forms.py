@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 from patches import file_diff
+from swe_rows import instance_of
 
-from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.policy import make_submission
 
@@ -29,21 +29,7 @@ COMMANDS = (
 CORE = "".join(f"line {k}\n" for k in range(1, 21)).replace("line 3\n", "\n")
 EDITED = CORE.replace("line 2\n", "line two\n").replace("line 15\n", "line 15\nline new\n")
 FILES = {"src/core.py": CORE, "top.py": CORE, "a b.py": CORE, "conftest.py": "a\n", "run.sh": "x\n"}
-INSTANCE = Instance(
-    instance_id="a__b-1",
-    repo="a/b",
-    version="1",
-    base_commit="0" * 40,
-    problem_statement="",
-    patch=file_diff("src/b/core.py", "a\n", "b\n"),
-    test_patch=file_diff("checks/hidden.py", "a\n", "b\n"),
-    fail_to_pass=("x",),
-    pass_to_pass=(),
-    image="i",
-    eval_script="pytest -rA checks/verify.py\n",
-    log_parser="parse_log_pytest",
-    eval_type="pass_and_fail",
-)
+INSTANCE = instance_of()
 
 
 class Repository:
@@ -62,15 +48,8 @@ class Repository:
             **{f"GIT_{who}_NAME": "a" for who in ("AUTHOR", "COMMITTER")},
             **{f"GIT_{who}_EMAIL": "a@b" for who in ("AUTHOR", "COMMITTER")},
         }
-        return subprocess.run(
-            command,
-            cwd=self.folder,
-            env=environment,
-            shell=True,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        quiet = {"capture_output": True, "stdin": subprocess.DEVNULL}
+        return subprocess.run(command, cwd=self.folder, env=environment, shell=True, **quiet)
 
     def tree(self):
         """Returns each file's content and whether it is a program."""
@@ -244,9 +223,8 @@ def test_no_line_is_lost_where_a_count_is_too_small(repository):
     meant = repository.apply(patch)
     for hunk in (0, 1):
         for less in range(1, 6):
-            submission = make_submission(
-                INSTANCE, recounted(patch, -less, -less, hunk=hunk), "strict"
-            )
+            altered = recounted(patch, -less, -less, hunk=hunk)
+            submission = make_submission(INSTANCE, altered, "strict")
             assert submission.refused or repository.apply(submission.patch) == meant
 
 

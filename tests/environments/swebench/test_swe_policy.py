@@ -9,97 +9,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from patches import file_diff
+from swe_rows import instance_of
 
-from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, parse_patch
 from agentrl_swebench.policy import MAX_PATCH_BYTES, make_submission
 
 
-def instance(*, patch="", test_patch="", eval_script="pytest -rA checks/verify.py\n"):
-    return Instance(
-        instance_id="a__b-1",
-        repo="a/b",
-        version="1",
-        base_commit="0" * 40,
-        problem_statement="",
-        patch=patch or file_diff("src/b/core.py", "a\n", "b\n"),
-        test_patch=test_patch or file_diff("checks/hidden.py", "a\n", "b\n"),
-        fail_to_pass=("x",),
-        pass_to_pass=(),
-        image="i",
-        eval_script=eval_script,
-        log_parser="parse_log_pytest",
-        eval_type="pass_and_fail",
-    )
+def submitted(model_patch, policy="strict", **instance):
+    return make_submission(instance_of(**instance), model_patch, policy)
 
 
 def dropped(path, **values):
-    submission = make_submission(instance(**values), file_diff(path, None, "x = 1\n"), "strict")
+    submission = submitted(file_diff(path, None, "x = 1\n"), **values)
     return [name for name, _ in submission.dropped]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "conftest.py",
-        "src/b/conftest.py",
-        "tests/test_core.py",
-        "src/b/tests/helper.py",
-        "test/support.py",
-        "src/b/core_test.py",
-        "src/b/tests.py",
-        "lib/thing.test.ts",
-        "pkg/thing_test.go",
-        "__tests__/a.js",
-        "pytest.ini",
-        ".pytest.ini",
-        "tox.ini",
-        "setup.cfg",
-        "setup.py",
-        "pyproject.toml",
-        "package.json",
-        "jest.config.js",
-        "sitecustomize.py",
-        "src/usercustomize.py",
-        "evil.pth",
-        "pytest.py",
-        "_pytest/runner.py",
-        "src/pluggy.py",
-        "json.py",
-        "unittest/__init__.py",
-        "evil-1.0.dist-info/entry_points.txt",
-        "evil.egg-info/entry_points.txt",
-        "checks/hidden.py",
-        "checks/verify.py",
-    ],
-)
+DECIDE = """
+conftest.py src/b/conftest.py tests/test_core.py src/b/tests/helper.py test/support.py
+src/b/core_test.py src/b/tests.py lib/thing.test.ts pkg/thing_test.go __tests__/a.js pytest.ini
+.pytest.ini tox.ini setup.cfg setup.py pyproject.toml package.json jest.config.js
+sitecustomize.py src/usercustomize.py evil.pth pytest.py _pytest/runner.py src/pluggy.py json.py
+unittest/__init__.py evil-1.0.dist-info/entry_points.txt evil.egg-info/entry_points.txt
+checks/hidden.py checks/verify.py
+"""
+
+
+@pytest.mark.parametrize("path", DECIDE.split())
 def test_files_that_decide_about_tests_are_dropped(path):
     assert dropped(path) == [path]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "src/b/core.py",
-        "src/b/json.py",
-        "src/b/latest.py",
-        "src/b/contest.py",
-        "src/b/testing/tools.py",
-        "django/test/client.py",
-        "docs/changes.md",
-        "README",
-        "Makefile",
-        "src/b/attestation.py",
-        "unittest.md",
-        "html/index.html",
-        "lib/types/Units.pm",
-        "src/queue/mod.rs",
-        "src/b/test_utils.py",
-    ],
-)
+SOURCE = """
+src/b/core.py src/b/json.py src/b/latest.py src/b/contest.py src/b/testing/tools.py
+django/test/client.py docs/changes.md README Makefile src/b/attestation.py unittest.md
+html/index.html lib/types/Units.pm src/queue/mod.rs src/b/test_utils.py
+"""
+
+
+@pytest.mark.parametrize("path", SOURCE.split())
 def test_source_is_kept(path):
     patch = file_diff(path, None, "x = 1\n")
-    submission = make_submission(instance(), patch, "strict")
+    submission = submitted(patch)
     assert (submission.patch, submission.dropped) == (patch, ())
 
 
@@ -107,22 +57,17 @@ def test_makefile_is_dropped_where_it_builds_what_is_tested():
     assert dropped("Makefile", eval_script="make\npytest -rA a.py\n") == ["Makefile"]
 
 
-SHIPPED = (
-    "pandas/_testing/asserters.py",
-    "numpy/testing/_private/utils.py",
-    "xarray/testing/assertions.py",
-    "xarray/testing.py",
-    "django/test/testcases.py",
-    "sklearn/utils/_testing.py",
-    "src/b/test_utils.py",
-)
+SHIPPED = """
+pandas/_testing/asserters.py numpy/testing/_private/utils.py xarray/testing/assertions.py
+xarray/testing.py django/test/testcases.py sklearn/utils/_testing.py src/b/test_utils.py
+"""
 
 
-@pytest.mark.parametrize("path", SHIPPED)
+@pytest.mark.parametrize("path", SHIPPED.split())
 def test_assertions_that_a_project_ships_are_dropped_unless_the_reference_edits_them(path):
     patch = file_diff(path, "a\n", "b\n")
-    assert make_submission(instance(), patch, "strict").dropped == ((path, "assertion helper"),)
-    assert make_submission(instance(patch=patch), patch, "strict").patch == patch
+    assert submitted(patch).dropped == ((path, "assertion helper"),)
+    assert submitted(patch, patch=patch).patch == patch
     shadow = f"{path.removesuffix('.py')}/__init__.py"
     if path.endswith("_testing.py"):
         assert dropped(shadow) == [shadow]
@@ -131,6 +76,7 @@ def test_assertions_that_a_project_ships_are_dropped_unless_the_reference_edits_
 MAKE = (
     "CFLAGS ?= -O1\n\nlib.so: src/a.c\n\t$(CC) $(CFLAGS) -shared -o $@ src/a.c\n\nclean:\n\trm x\n"
 )
+MAKES = "make\npip install -e .\npytest -rA a.py\n"
 SETUP = "from setuptools import setup\n\nsetup(\n    name='b',\n    packages=['b'],\n)\n"
 
 
@@ -146,8 +92,7 @@ SETUP = "from setuptools import setup\n\nsetup(\n    name='b',\n    packages=['b
 )
 def test_a_build_file_may_name_new_sources(path, before, old, new):
     patch = file_diff(path, before, before.replace(old, new))
-    script = "make\npip install -e .\npytest -rA a.py\n"
-    submission = make_submission(instance(eval_script=script), patch, "strict")
+    submission = submitted(patch, eval_script=MAKES)
     assert (submission.patch, submission.dropped) == (patch, ())
 
 
@@ -171,31 +116,30 @@ def test_a_build_file_may_name_new_sources(path, before, old, new):
 def test_a_build_file_that_does_more_is_dropped(path, before, old, new):
     patch = file_diff(path, before, before.replace(old, new))
     assert patch.count("\n+") > 1
-    script = "make\npip install -e .\npytest -rA a.py\n"
-    submission = make_submission(instance(eval_script=script), patch, "strict")
+    submission = submitted(patch, eval_script=MAKES)
     assert [name for name, _ in submission.dropped] == [path]
 
 
 def test_a_mark_in_an_added_comment_is_defused_and_elsewhere_refused():
     mark = ">>>>> Start Test Output"
     patch = file_diff("src/b/log.py", "a\n", f"a\n    # The log has '{mark}'.\nb\n")
-    submission = make_submission(instance(), patch, "strict")
+    submission = submitted(patch)
     assert submission.patch == patch.replace(">>>>> ", ">>>> ") and not submission.refused
     assert parse_patch(submission.patch)
     for line in (f"print('{mark}')", f"x = 1  # {mark}", f"# {mark} {mark}\nprint('{mark}')"):
         patch = file_diff("src/b/log.py", "a\n", f"a\n{line}\n")
-        assert "marks" in make_submission(instance(), patch, "strict").refused
+        assert "marks" in submitted(patch).refused
 
 
 def test_existing_module_with_a_standard_name_is_source():
     patch = file_diff("json.py", "a\n", "b\n")
-    assert make_submission(instance(), patch, "strict").patch == patch
+    assert submitted(patch).patch == patch
 
 
 def test_the_product_may_be_a_testing_module():
     gold = file_diff("src/_pytest/runner.py", "a\n", "b\n")
     patch = file_diff("src/_pytest/added.py", None, "x = 1\n")
-    assert make_submission(instance(patch=gold), patch, "strict").patch == patch
+    assert submitted(patch, patch=gold).patch == patch
     assert dropped("src/_pytest/added.py") == ["src/_pytest/added.py"]
 
 
@@ -203,27 +147,27 @@ def test_the_product_may_be_a_testing_module():
 def test_what_the_reference_solution_edits_is_exempt(path):
     gold = file_diff(path, "a\n", "b\n")
     patch = file_diff(path, "a\n", "c\n")
-    assert make_submission(instance(patch=gold), patch, "strict").patch == patch
+    assert submitted(patch, patch=gold).patch == patch
 
 
 def test_only_forbidden_files_is_a_refusal_and_official_takes_all():
     patch = file_diff("conftest.py", None, "x = 1\n")
-    strict = make_submission(instance(), patch, "strict")
+    strict = submitted(patch)
     assert strict.patch == "" and "none of the 1 changed files" in strict.refused
-    assert make_submission(instance(), patch, "official").patch == patch
+    assert submitted(patch, "official").patch == patch
 
 
 def test_kept_and_dropped_parts_are_separated():
     good = file_diff("src/b/core.py", "a\n", "b\n")
     bad = file_diff("conftest.py", None, "x = 1\n")
-    submission = make_submission(instance(), bad + good + bad, "strict")
+    submission = submitted(bad + good + bad)
     assert submission.patch == good
     assert [path for path, _ in submission.dropped] == ["conftest.py", "conftest.py"]
 
 
 @pytest.mark.parametrize("blank", ["", "\n", "  \n\n"])
 def test_nothing_is_nothing(blank):
-    submission = make_submission(instance(), blank, "strict")
+    submission = submitted(blank)
     assert (submission.patch, submission.refused) == ("", "")
 
 
@@ -255,7 +199,7 @@ GOOD = file_diff("src/b/core.py", "a\n", "b\n")
     ],
 )
 def test_what_may_change_a_file_unseen_is_refused(patch):
-    submission = make_submission(instance(), patch, "strict")
+    submission = submitted(patch)
     assert submission.patch == "" and submission.refused
 
 
@@ -289,7 +233,7 @@ def test_what_may_change_a_file_unseen_is_refused(patch):
     ],
 )
 def test_every_way_to_name_a_file_is_seen(hidden):
-    submission = make_submission(instance(), GOOD + hidden, "strict")
+    submission = submitted(GOOD + hidden)
     assert submission.patch == GOOD
     assert submission.dropped
 
@@ -338,7 +282,7 @@ def quoted(name):
 
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused(text):
-    submission = make_submission(instance(), text, "strict")
+    submission = submitted(text)
     assert not (submission.patch and submission.refused)
     try:
         parse_patch(text)
@@ -350,11 +294,7 @@ def test_any_text_is_read_or_refused(text):
 @pytest.mark.parametrize("options", [["--no-renames"], ["-M"], ["-C", "--find-copies-harder"]])
 def test_what_git_writes_is_read(tmp_path, options):
     def git(*arguments):
-        environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(tmp_path),
-            "GIT_CONFIG_NOSYSTEM": "1",
-        }
+        environment = {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}
         done = subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
             cwd=tmp_path,
@@ -390,15 +330,15 @@ def test_what_git_writes_is_read(tmp_path, options):
     assert "".join(section.text for section in sections) == patch
     names = git("diff", "--cached", "--name-only", "-z", *options).split("\0")[:-1]
     assert [section.paths[-1] for section in sections] == names
-    kept = make_submission(instance(), patch, "strict")
+    kept = submitted(patch)
     assert (kept.patch, kept.dropped, kept.refused) == (patch, (), "")
 
 
 def test_only_whole_marks_of_the_harness_are_refused():
-    def submitted(line):
-        return make_submission(instance(), file_diff("notes.txt", None, line + "\n"), "strict")
-
-    assert submitted(">>>>> Start Test Output").refused
-    assert submitted(">>>>>>> Tests Errored").refused, "the mark stands in it"
-    for harmless in (">>>>>>> branch", ">>>>> quoted in a mail", ">>>>> test"):
-        assert not submitted(harmless).refused and submitted(harmless).patch
+    for line, refused in (
+        (">>>>> Start Test Output", True),
+        (">>>>>>> Tests Errored", True),  # the mark stands in it
+        *((each, False) for each in (">>>>>>> branch", ">>>>> quoted in a mail", ">>>>> test")),
+    ):
+        submission = submitted(file_diff("notes.txt", None, line + "\n"))
+        assert bool(submission.refused) == refused != bool(submission.patch), line

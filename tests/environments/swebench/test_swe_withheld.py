@@ -10,11 +10,11 @@ from pathlib import Path
 
 import attack_rows_guess
 import pytest
+from swe_rows import instance_of
 
 from agentrl.errors import EnvError
 from agentrl_swebench import grade as grading
 from agentrl_swebench import withheld_run
-from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.grade import grade
 from agentrl_swebench.harness import Evidence
@@ -28,27 +28,19 @@ TEST_FILE = "tests/test_spans.py"
 TESTS = (FIXTURES / "tests" / TEST_FILE).read_text()
 
 
-def instance_of(tests, fail_to_pass, pass_to_pass=()):
+def instance_with(tests, fail_to_pass, pass_to_pass=()):
     patch = git_diff({}, {TEST_FILE: tests})
-    return Instance(
-        instance_id="a__b-1",
-        repo="a/b",
-        version="1",
-        base_commit="0" * 40,
-        problem_statement="",
+    return instance_of(
         patch="gold",
         test_patch=patch,
         fail_to_pass=tuple(f"{TEST_FILE}::test_{name}" for name in fail_to_pass),
         pass_to_pass=tuple(f"{TEST_FILE}::test_{name}" for name in pass_to_pass),
-        image="i",
         eval_script=f"cd /testbed\ngit apply -v - <<'EOF_1'\n{patch}EOF_1\n"
         ": '>>>>> Start Test Output'\npytest -rA tests\n: '>>>>> End Test Output'\n",
-        log_parser="parse_log_pytest",
-        eval_type="pass_and_fail",
     )
 
 
-SPANS = instance_of(TESTS, ["inside", "touching"], ["apart", "overlap"])
+SPANS = instance_with(TESTS, ["inside", "touching"], ["apart", "overlap"])
 
 
 def in_folder(tmp_path, scripts=None):
@@ -102,6 +94,7 @@ CHEATS = {
     "changes the reporter": "import json\njson.dumps = lambda *a, **k: '[]'\n"
     "class A(list):\n    __eq__ = lambda s, o: True\nmerge = lambda s: A()\n",
 }
+RESOLVED = Evidence({"a__b-1": {"resolved": True}}, {}, True, container_end="stopped")
 HONEST = {"gold": "gold", "differs where spans are empty": attack_rows_guess.BY_SETS}
 
 
@@ -168,14 +161,13 @@ def test_a_test_without_a_withheld_value_is_judged_by_the_official_verdict(
     tmp_path, monkeypatch, files
 ):
     files(after={TEST_FILE: PARTLY})
-    instance = instance_of(PARTLY, ["inside", "touching"])
+    instance = instance_with(PARTLY, ["inside", "touching"])
     verdict = graded(monkeypatch, instance, "gold", in_folder(tmp_path), official_run="uncovered")
     assert verdict.reward == 1.0 and "partly_covered" in verdict.flags
     assert "no_official_run" not in verdict.flags and verdict.report
     assert "test_touching" in verdict.notes[0] and "test_inside" not in verdict.notes[0]
-    wrong = graded(
-        monkeypatch, instance, FORGE, in_folder(tmp_path / "2"), official_run="uncovered"
-    )
+    run = in_folder(tmp_path / "2")
+    wrong = graded(monkeypatch, instance, FORGE, run, official_run="uncovered")
     assert (wrong.reward, wrong.report) == (0.0, {})
 
 
@@ -195,10 +187,10 @@ def test_what_nothing_confirms_is_masked_unless_it_is_to_be_paid(
     tmp_path, monkeypatch, files, source
 ):
     files(after={TEST_FILE: source})
-    instance = instance_of(source, ["inside"])
+    instance = instance_with(source, ["inside"])
 
     async def resolves(of, patch, mark="", **options):
-        return Evidence({"a__b-1": {"resolved": True}}, {}, True, container_end="stopped")
+        return RESOLVED
 
     run = in_folder(tmp_path) if "merge" in source else resolves
     masked = graded(monkeypatch, instance, "gold", run)
@@ -213,7 +205,7 @@ def test_failures_of_the_infrastructure_confirm_nothing(monkeypatch, files):
         calls.append(mark)
         if mark:
             return Evidence(error_kind="other", error="gone")
-        return Evidence({"a__b-1": {"resolved": True}}, {}, True, container_end="stopped")
+        return RESOLVED
 
     monkeypatch.setattr(grading, "BACK_OFF_S", (0.0,))
     verdict = graded(monkeypatch, SPANS, "gold", run)
@@ -253,8 +245,7 @@ def test_tests_with_other_names_for_their_parameters_are_judged_by_their_values(
         "    assert [b - a for a, b in merge([ends, ends])] == [width]\n"
     )
     files(after={TEST_FILE: source})
-    instance = instance_of(source, [], ["width[ends0-9]", "width[ends1-2]"])
-    instance = dataclasses.replace(instance, fail_to_pass=instance.pass_to_pass, pass_to_pass=())
+    instance = instance_with(source, ["width[ends0-9]", "width[ends1-2]"])
     verdict = graded(monkeypatch, instance, "gold", in_folder(tmp_path), official_run="uncovered")
     assert (verdict.reward, verdict.withheld) == (1.0, "2 of 2 values")
     assert "no_official_run" in verdict.flags
@@ -264,7 +255,7 @@ def test_tests_with_other_names_for_their_parameters_are_judged_by_their_values(
 def test_a_broken_test_that_must_keep_passing_is_not_paid(tmp_path, monkeypatch, files):
     source = TESTS + "\n\ndef test_kept():\n    assert not merge([])\n"
     files(after={TEST_FILE: source})
-    instance = instance_of(source, ["inside"], ["kept"])
+    instance = instance_with(source, ["inside"], ["kept"])
     broken = (FIXTURES / "fix/spans/core.py").read_text() + (
         "\n\ndef merge(spans, right=merge):\n    return right(spans) if spans else [(0, 0)]\n"
     )

@@ -559,140 +559,76 @@ TOKYO = ("get_weather", {"city": "Tokyo"})
 @pytest.mark.parametrize(
     ("name", "text", "calls"),
     [
-        (
-            "seed_oss",
-            "<seed:think>The budget is 512.</seed:cot_budget_reflect>\nI call <seed:tool_call>"
-            "</seed:tool_call>.</seed:think>\n<seed:tool_call>\n<function=get_weather>\n"
-            "<parameter=city>Tokyo</parameter>\n</function>\n</seed:tool_call>",
-            [TOKYO],
-        ),
-        (
-            "granite3",
-            '<|tool_call|> [{"arguments": {"city": "Tokyo"}, "name": "get_weather"},\n'
-            '{"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}]',
-            [TOKYO, ("get_time", {"timezone": "Asia/Tokyo"})],
-        ),
+        ("seed_oss",
+         "<seed:think>The budget is 512.</seed:cot_budget_reflect>\nI call <seed:tool_call>"
+         "</seed:tool_call>.</seed:think>\n<seed:tool_call>\n<function=get_weather>\n"
+         "<parameter=city>Tokyo</parameter>\n</function>\n</seed:tool_call>", [TOKYO]),
+        ("granite3", '<|tool_call|> [{"arguments": {"city": "Tokyo"}, "name": "get_weather"},\n'
+         '{"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}]',
+         [TOKYO, ("get_time", {"timezone": "Asia/Tokyo"})]),
         ("granite3", '<|tool_call|> {"name": "f", "arguments": {', None),
-        (
-            "jamba",
-            ' Sure! <tool_calls>[\n  {"name": "get_weather", "arguments": {"city": "Tokyo"}}\n]'
-            "</tool_calls>",
-            [TOKYO],
-        ),
-        (
-            "jamba",
-            '<think>hm</think><answer>So.</answer><tool_calls>[{"name": "get_weather", '
-            '"arguments": {"city": "Tokyo"}}]</tool_calls>',
-            [TOKYO],
-        ),
-        (
-            "hermes",
-            'One call.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": '
-            '{"city": "Tokyo"}}\n</tool_call>\n',
-            [TOKYO],
-        ),
-        (
-            "xlam",
-            '<think>I\'ll help.</think>[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]',
-            [TOKYO],
-        ),
-        (
-            "functiongemma",
-            "Wait. <start_function_call>call:get_weather{city:<escape>Tokyo<escape>}"
-            "<end_function_call><start_function_call>call:f{n:3,b:true}<end_function_call>",
-            [TOKYO, ("f", {"n": 3, "b": True})],
-        ),
-        (
-            "cohere",
-            "<|START_THINKING|> i will call<|END_THINKING|><|START_ACTION|>\n[\n"
-            '  {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Tokyo"}},'
-            '\n  {"tool_call_id": "1", "tool_name": "b", "parameters": {"x": 42}}\n]\n'
-            "<|END_ACTION|>",
-            [TOKYO, ("b", {"x": 42})],
-        ),
-        (
-            "step3",
-            '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="get_weather">'
-            '<steptml:parameter name="city">Tokyo</steptml:parameter></steptml:invoke>'
-            "<｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜>function<｜tool_sep｜>f\n"
-            '<steptml:invoke name="f"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
-            [TOKYO, ("f", {})],
-        ),
-        (
-            "step3",
-            '<｜tool_call_begin｜><steptml:invoke name="f"></steptml:invoke><｜tool_call_end｜>',
-            None,
-        ),
-        (
-            "longcat",
-            '<longcat_tool_call>{"name": "get_weather", "arguments": {"city": "Tokyo"}}'
-            '</longcat_tool_call>\n<longcat_tool_call>{"name": "f", "arguments": {}}'
-            "</longcat_tool_call>",
-            [TOKYO, ("f", {})],
-        ),
+        ("jamba",
+         ' Sure! <tool_calls>[\n  {"name": "get_weather", "arguments": {"city": "Tokyo"}}\n]'
+         "</tool_calls>", [TOKYO]),
+        ("jamba", '<think>hm</think><answer>So.</answer><tool_calls>[{"name": "get_weather", '
+         '"arguments": {"city": "Tokyo"}}]</tool_calls>', [TOKYO]),
+        ("hermes", 'One call.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": '
+         '{"city": "Tokyo"}}\n</tool_call>\n', [TOKYO]),
+        ("xlam",
+         '<think>I\'ll help.</think>[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]',
+         [TOKYO]),
+        ("functiongemma", "Wait. <start_function_call>call:get_weather{city:<escape>Tokyo<escape>}"
+         "<end_function_call><start_function_call>call:f{n:3,b:true}<end_function_call>",
+         [TOKYO, ("f", {"n": 3, "b": True})]),
+        ("cohere", "<|START_THINKING|> i will call<|END_THINKING|><|START_ACTION|>\n[\n"
+         '  {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Tokyo"}},'
+         '\n  {"tool_call_id": "1", "tool_name": "b", "parameters": {"x": 42}}\n]\n'
+         "<|END_ACTION|>", [TOKYO, ("b", {"x": 42})]),
+        ("step3", '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="get_weather">'
+         '<steptml:parameter name="city">Tokyo</steptml:parameter></steptml:invoke>'
+         "<｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜>function<｜tool_sep｜>f\n"
+         '<steptml:invoke name="f"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
+         [TOKYO, ("f", {})]),
+        ("step3",
+         '<｜tool_call_begin｜><steptml:invoke name="f"></steptml:invoke><｜tool_call_end｜>',
+         None),
+        ("longcat", '<longcat_tool_call>{"name": "get_weather", "arguments": {"city": "Tokyo"}}'
+         '</longcat_tool_call>\n<longcat_tool_call>{"name": "f", "arguments": {}}'
+         "</longcat_tool_call>", [TOKYO, ("f", {})]),
         ("longcat", "Text with <longcat_tool_call>invalid json", None),
-        (
-            "apertus",
-            '<|tools_prefix|>[{"get_weather": {"city": "Tokyo"}}, {"f": {"a": [1]}}]'
-            "<|tools_suffix|>",
-            [TOKYO, ("f", {"a": [1]})],
-        ),
+        ("apertus", '<|tools_prefix|>[{"get_weather": {"city": "Tokyo"}}, {"f": {"a": [1]}}]'
+         "<|tools_suffix|>", [TOKYO, ("f", {"a": [1]})]),
         ("apertus", '<|tools_prefix|>[{"get_weather": {"city": "Tokyo"}}', None),
         ("apertus", '<|tools_prefix|>[{"a": {}, "b": {}}]<|tools_suffix|>', None),
-        (
-            "nemotron_v2",
-            'Let me check that.<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]'
-            "</TOOLCALL>",
-            [TOKYO],
-        ),
+        ("nemotron_v2",
+         'Let me check that.<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]'
+         "</TOOLCALL>", [TOKYO]),
         ("nemotron_v2", '<TOOLCALL>[{"name": "broken", "arguments": {}</TOOLCALL>', None),
-        (
-            "deepseek_v4",
-            'Let me check. <｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
-            '<｜DSML｜parameter name="city" string="true">Tokyo</｜DSML｜parameter>\n'
-            "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
-            [TOKYO],
-        ),
-        (
-            "deepseek_v4",
-            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n'
-            "</｜DSML｜function_calls>",
-            None,
-        ),
-        (
-            "granite3",
-            '<tool_call>[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]',
-            [TOKYO],
-        ),
+        ("deepseek_v4", 'Let me check. <｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+         '<｜DSML｜parameter name="city" string="true">Tokyo</｜DSML｜parameter>\n'
+         "</｜DSML｜invoke>\n</｜DSML｜tool_calls>", [TOKYO]),
+        ("deepseek_v4", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n'
+         "</｜DSML｜function_calls>", None),
+        ("granite3", '<tool_call>[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]',
+         [TOKYO]),
         ("granite3", '<think>hm<tool_call>[{"name": "get_weather", "arguments": {}}]', None),
         ("phi4", ' functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]', [TOKYO]),
         ("phi4", 'functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}', None),
-        (
-            "command_r",
-            'Action:\n```json\n[{"tool_name": "get_weather", "parameters": {"city": "Tokyo"}}]```',
-            [TOKYO],
-        ),
+        ("command_r",
+         'Action:\n```json\n[{"tool_name": "get_weather", "parameters": {"city": "Tokyo"}}]```',
+         [TOKYO]),
         ("command_r", 'Plan.\nAction: ```json\n[{"tool_name": "get_weather"', None),
-        (
-            "command_r",
-            'Action:\n```json\n[{"tool_name": "f", "parameters": {"code": "```x```"}}]\n```\n',
-            [("f", {"code": "```x```"})],
-        ),
+        ("command_r",
+         'Action:\n```json\n[{"tool_name": "f", "parameters": {"code": "```x```"}}]\n```\n',
+         [("f", {"code": "```x```"})]),
         ("command_r", 'Action: ```json\n[{"tool_name": "f", "parameters": {}}]', None),
         ("command_r", 'Action: ```json\n[{"tool_name": "f", "parameters": {}}]``` So.', None),
-        (
-            "deepseek_v3",
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-            '```json\n{"city": "Tokyo"}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-            [TOKYO],
-        ),
-        (
-            "kimi_k3",
-            '<|open|>tools<|sep|><|open|>call tool="a&amp;b&quot;c" index="1"<|sep|>'
-            '<|open|>argument key="k" type="array"<|sep|>[1]<|close|>argument<|sep|>'
-            "<|close|>call<|sep|><|close|>tools<|sep|>",
-            [('a&b"c', {"k": [1]})],
-        ),
+        ("deepseek_v3",
+         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+         '```json\n{"city": "Tokyo"}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', [TOKYO]),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="a&amp;b&quot;c" index="1"<|sep|>'
+         '<|open|>argument key="k" type="array"<|sep|>[1]<|close|>argument<|sep|>'
+         "<|close|>call<|sep|><|close|>tools<|sep|>", [('a&b"c', {"k": [1]})]),
         (
             "minimax_m3",
             m3('<tool_call>\n@<invoke name="f">@<a>@<item>1@</item>@<item>@<b>x@</b>@</item>@</a>')
@@ -701,57 +637,34 @@ TOKYO = ("get_weather", {"city": "Tokyo"})
         ),
         ("minimax_m3", m3('<tool_call>@<invoke name="f">@<a>1@</b>@</invoke>@</tool_call>'), None),
         ("minimax_m3", m3('<tool_call>@<invoke name="f">@<a>1@</invoke>@</tool_call>'), None),
-        (
-            "minimax_m3",
-            m3('<tool_call>@<invoke name="f">@<a>@<b>1@</a>@</invoke>@</tool_call>'),
-            None,
-        ),
-        (
-            "minimax_m3",
-            m3('<tool_call>@<invoke name="f">@<a>1@</a>@<a>2@</a>@</invoke>@</tool_call>'),
-            None,
-        ),
+        ("minimax_m3", m3('<tool_call>@<invoke name="f">@<a>@<b>1@</a>@</invoke>@</tool_call>'),
+         None),
+        ("minimax_m3",
+         m3('<tool_call>@<invoke name="f">@<a>1@</a>@<a>2@</a>@</invoke>@</tool_call>'), None),
         (
             "minimax_m3",
             m3('<tool_call>@<invoke name="f">' + "@<a>" * 200 + "@</a>" * 200)
             + m3("@</invoke>@</tool_call>"),
             None,
         ),
-        (
-            "seed_oss",
-            "<seed:tool_call><function=get_weather><parameter=city>Tokyo\n</parameter></function>"
-            "</seed:tool_call>",
-            [("get_weather", {"city": "Tokyo\n"})],
-        ),
-        (
-            "minicpm5",
-            '<function name="f"><param name="a"><![CDATA[<b> </param>]]></param></function>',
-            [("f", {"a": "<b> </param>"})],
-        ),
-        (
-            "minicpm5",
-            '<function name="f"><param name="a">x[y[0]]></param></function>',
-            [("f", {"a": "x[y[0]]>"})],
-        ),
-        (
-            "minicpm5",
-            '<function name="f"><param name="a"><![CDATA[<b></param></function>',
-            None,
-        ),
-        (
-            "minicpm5",
-            'Intro.\n<function name="get_weather"><param name="city"><![CDATA[To\nkyo]]></param>'
-            '</function>\nTXT\n<function name="sum"><param name="n">[1, 2]</param></function>\n',
-            [("get_weather", {"city": "To\nkyo"}), ("sum", {"n": [1, 2]})],
-        ),
+        ("seed_oss",
+         "<seed:tool_call><function=get_weather><parameter=city>Tokyo\n</parameter></function>"
+         "</seed:tool_call>", [("get_weather", {"city": "Tokyo\n"})]),
+        ("minicpm5",
+         '<function name="f"><param name="a"><![CDATA[<b> </param>]]></param></function>',
+         [("f", {"a": "<b> </param>"})]),
+        ("minicpm5", '<function name="f"><param name="a">x[y[0]]></param></function>',
+         [("f", {"a": "x[y[0]]>"})]),
+        ("minicpm5", '<function name="f"><param name="a"><![CDATA[<b></param></function>', None),
+        ("minicpm5",
+         'Intro.\n<function name="get_weather"><param name="city"><![CDATA[To\nkyo]]></param>'
+         '</function>\nTXT\n<function name="sum"><param name="n">[1, 2]</param></function>\n',
+         [("get_weather", {"city": "To\nkyo"}), ("sum", {"n": [1, 2]})]),
         ("minicpm5", '<function name="get_weather"><param>x</param></function>', None),
-        (
-            "minicpm5",
-            '<function name="f"><param name="a">1</param><param name="a">2</param></function>',
-            None,
-        ),
+        ("minicpm5",
+         '<function name="f"><param name="a">1</param><param name="a">2</param></function>', None),
     ],
-)
+)  # fmt: skip
 def test_the_fields_own_strings(name, text, calls):
     """In the shapes of vLLM's own tests; None is a turn that is refused."""
     action, status = DIALECTS[name].read_turn(text, [WEATHER], turn_id=0)
