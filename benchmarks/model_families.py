@@ -1,7 +1,6 @@
 """Every causal family of the installed transformers: is the trainer exact on it, or does it refuse?
 
     OMP_NUM_THREADS=1 python benchmarks/model_families.py [FAMILY ...] [--part 1/2]
-    OMP_NUM_THREADS=1 python benchmarks/model_families.py --gradients [FAMILY ...]
 
 Each family is built small with random weights, once as it is and once for each threshold that its
 configuration knows (windows, chunks, scales, chosen keys, rope types that follow the length of a
@@ -15,9 +14,7 @@ within the rows here. Four things are asked of each case:
 * Otherwise the family is refused with a ConfigError or an InferenceError. Anything else is WRONG,
   a crash included.
 
-The reference is another instance of the model, loaded by transformers alone. `--gradients` compares
-gradients for the families of `LEARNING` in five ways: packed, with a shared prefix, with gradient
-checkpointing, with an adapter (LoRA) and in bfloat16.
+The reference is another instance of the model, loaded by transformers alone.
 """
 
 from __future__ import annotations
@@ -44,7 +41,6 @@ from transformers.utils import logging as transformers_logging
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import families as tiny
 
-from agentrl.config import LoraSection
 from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.embedded_sampling import (
@@ -54,9 +50,8 @@ from agentrl.inference.embedded_sampling import (
     sample,
     share_weights,
 )
-from agentrl.model.load import auto_class, load_model, set_gradient_checkpointing, without_dropout
+from agentrl.model.load import auto_class, load_model, without_dropout
 from agentrl.model.logprobs import packing_of, sample_logprobs
-from agentrl.model.lora import add_adapter
 from agentrl.model.rows import pack
 from agentrl.types import Sample
 
@@ -70,12 +65,6 @@ EXACT = 1e-4
 LARGEST = 12_000_000
 """Parameters of a model that counts as small."""
 TIME_LIMIT_S = 120
-
-LEARNING = [
-    *("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma2", "gemma3_text"),
-    *("gpt_oss", "deepseek_v3", "deepseek_v32", "llama4_text", "mistral", "phi3", "granite"),
-    *("nemotron_h", "falcon_h1", "olmo3", "lfm2"),
-]
 
 MORE: dict[str, dict[str, Any]] = {
     "bert": dict(is_decoder=True),
@@ -178,13 +167,13 @@ def changes_of(model_type: str, name: str, changes: dict[str, Any]) -> dict[str,
     return {"rope_parameters": rope, "max_position_embeddings": limit}
 
 
-def plain_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def plain_model(path: str) -> PreTrainedModel:
     """Loads a model as transformers does, without any of the trainer's code but for dropout."""
     config = AutoConfig.from_pretrained(path)
     without_dropout(config)
     return (
         auto_class(config)
-        .from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
+        .from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
         .eval()
     )
 
@@ -212,12 +201,12 @@ def own_logprobs(model: PreTrainedModel, ids: np.ndarray | list[int]) -> torch.T
     return table.gather(1, row[0, 1:, None]).squeeze(1)
 
 
-def make_samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
+def make_samples() -> list[Sample]:
     """Makes samples of random tokens; those of more than 24 tokens begin with the same 20."""
     rng = np.random.default_rng(0)
     prefix = rng.integers(3, 128, 20)
     samples = []
-    for length in lengths:
+    for length in LENGTHS:
         ids = rng.integers(3, 128, length)
         if length > 24:
             ids[:20] = prefix
@@ -371,102 +360,19 @@ def table(model_types: list[str]) -> int:
     return families["WRONG"]
 
 
-def gradients_of(model: PreTrainedModel, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Computes those of a sum with a weight of its own for every token, and removes them again."""
-    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
-    (logprobs * weights).sum().backward()
-    found = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def reference_gradients(model: PreTrainedModel, samples: list[Sample]) -> dict[str, torch.Tensor]:
-    return gradients_of(model, torch.cat([own_logprobs(model, s.token_ids) for s in samples]))
-
-
-def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Computes the norm of the difference over the norm, of all gradients together."""
-    if missing := ours.keys() ^ theirs.keys():
-        raise ValueError(f"gradients of {sorted(missing)[:3]} are on one side only")
-    off = sum((ours[name] - theirs[name]).double().square().sum() for name in theirs)
-    whole = sum(gradient.double().square().sum() for gradient in theirs.values())
-    return float((off / whole) ** 0.5)
-
-
-def learn(model_type: str) -> dict[str, float | str]:
-    """Returns by how much a family's gradients differ from its own, by way of computing them."""
-    samples = [each for each in make_samples() if len(each.token_ids) > 1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = build(model_type, {}, Path(folder))
-
-        def loaded(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-            return load_model(path, dtype=dtype, device="cpu", max_tokens=MAX_TOKENS)
-
-        def ours(model: PreTrainedModel, *, share: bool = False) -> dict[str, torch.Tensor]:
-            micro = pack(samples, range(len(samples)), share=share)
-            return gradients_of(model, sample_logprobs(model, micro, temperature=1.0)[0])
-
-        expected = reference_gradients(plain_model(path), samples)
-        model = loaded()
-        found: dict[str, float | str] = {"packed": apart(ours(model), expected)}
-        shares = packing_of(model) == 2
-        found["shared"] = apart(ours(model, share=True), expected) if shares else "not shared"
-        set_gradient_checkpointing(model, True)
-        found["checkpointed"] = apart(ours(model), expected)
-
-        model = loaded()
-        add_adapter(model, LoraSection(rank=4, alpha=8), path=path)
-        torch.manual_seed(2)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(std=0.2)
-        plain = copy.deepcopy(model)
-        plain.set_attn_implementation("eager")
-        found["LoRA"] = apart(ours(model), reference_gradients(plain, samples))
-
-        narrow = ours(loaded(torch.bfloat16))
-        bare = reference_gradients(plain_model(path, torch.bfloat16), samples)
-        found["bfloat16"] = apart(narrow, expected)
-        found["its own in bfloat16"] = apart(bare, expected)
-    return found
-
-
-def gradients(model_types: list[str]) -> int:
-    """Prints the table of gradients; returns how many families are wrong."""
-    wrong = 0
-    for model_type in model_types:
-        try:
-            found = learn(model_type)
-        except Exception as error:
-            wrong += 1
-            print(f"{model_type} | WRONG, {type(error).__name__}: {first_line(error)}", flush=True)
-            continue
-        narrow = float(found["bfloat16"]) > 1.5 * float(found["its own in bfloat16"])
-        exact = [v for n, v in found.items() if "bfloat16" not in n and isinstance(v, float)]
-        bad = narrow or max(exact) > EXACT
-        wrong += bad
-        cells = [f"{n} {v:.1e}" if isinstance(v, float) else str(v) for n, v in found.items()]
-        print(f"{model_type} | {' | '.join(cells)}{' | WRONG' if bad else ''}", flush=True)
-    print(f"{len(model_types)} families, {wrong} WRONG")
-    return wrong
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY")
-    parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--part", default="1/1", help="the first of two parts is 1/2")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    every = LEARNING if args.gradients else [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *tiny.VISION]
-    every = list(dict.fromkeys(every))
+    every = list(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *tiny.VISION]))
     part, parts = map(int, args.part.split("/"))
     chosen = args.families or every[part - 1 :: parts]
-    sys.exit(bool((gradients if args.gradients else table)(chosen)))
+    sys.exit(bool(table(chosen)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """CPU time of the rollout driver per 4-turn trajectory, against servers that answer at once.
 
     python benchmarks/rollout_overhead.py [--trajectories 400] [--concurrent 64 1000]
-                                          [--http] [--processes 2]
+                                          [--http] [--sentences 20]
 
 What is measured is everything between the model's answer and its next prompt: rendering, parsing,
 records, the calls themselves. The inference server answers `/inference/v1/generate` over HTTP from
@@ -13,8 +13,7 @@ own: rendering, parsing, records, deadlines. CPU time of this process on one thr
 
 With `--http` the environment is on a server of its own too, as it is for a run on a cluster. Turns
 per second are those that a core has time for: 1 over the CPU time of a turn, which is the ceiling
-of a process whose servers never keep it waiting. `--processes N` plays in so many processes at once
-and adds their ceilings up; what they cost each other, in caches and at the servers, is in it.
+of a process whose servers never keep it waiting.
 """
 
 from __future__ import annotations
@@ -191,12 +190,6 @@ async def _cpu_of(work: Callable[[int], Awaitable[None]], num: int, concurrent: 
     return (time.process_time() - started) / num
 
 
-def driver_alone(url: str, env_url: str | None, num: int, concurrent: int) -> float:
-    """CPU seconds per trajectory of one of several processes."""
-    renderer = Renderer(make_tokenizer())
-    return runtime.run(driver_cpu(url, env_url, renderer, num, concurrent))[0]
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -223,7 +216,6 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 1000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--http", action="store_true", help="the environment on a server too")
-    parser.add_argument("--processes", type=int, default=1, help="that play at once")
     parser.add_argument("--sentences", type=int, default=20, help="of the prompt")
     args = parser.parse_args()
     os.environ[SENTENCES] = str(args.sentences)  # the environment's server reads it too
@@ -257,12 +249,6 @@ def main() -> None:
             f"{concurrent:11d} {ours:7.2f} {calls:14.2f} {sessions:13.2f} "
             f"{ours - calls - sessions:14.2f} {ours / calls:16.2f} {NUM_TURNS * 1e3 / ours:9.0f}"
         )
-        if args.processes > 1:
-            arguments = [(url, env_url, num, concurrent // args.processes)] * args.processes
-            with SPAWN.Pool(args.processes) as pool:
-                every = [pool.starmap(driver_alone, arguments, 1) for _ in range(args.repeats)]
-            most = max(sum(NUM_TURNS / seconds for seconds in each) for each in every)
-            print(f"{args.processes} processes, {concurrent} at a time in all: {most:.0f} turns/s")
     for server in servers:
         server.terminate()
 

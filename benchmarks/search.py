@@ -1,7 +1,6 @@
-"""The search environment: its index against bm25s and SQLite FTS5, and an oracle over HTTP.
+"""The search environment's index against bm25s and SQLite FTS5.
 
     python benchmarks/search.py index [--passages 1000000] [--queries 200]
-    python benchmarks/search.py squad path/to/squad.json [--model DIR] [--questions 200]
 
 `index` writes one synthetic corpus (words drawn by Zipf's law from 200,000, passages of 60 words on
 average) and lets each engine build and query it, in processes of their own: seconds and peak
@@ -10,17 +9,11 @@ with top 10, on one thread, and its resident memory. Queries are four words of a
 the same words without stemming and k1 = 1.2, b = 0.75; `agentrl` also stores the passages and reads
 those it found, the others return numbers only. Agreement is the share of queries whose best passage
 is `agentrl`'s. bm25s is left out where it is not installed.
-
-`squad` reports recall of BM25, and with `--model` of dense and hybrid retrieval, for the answerable
-questions of a file in SQuAD's layout. Then it plays questions in Search-R1's dialect against a
-server process: a scripted policy searches for the question and answers with the gold span if it
-reads the gold paragraph, else says it does not know.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import resource
@@ -36,11 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.env.client import connect
-from agentrl.types import Action
-from agentrl_search.corpus import read_corpus, squad_paragraphs
-from agentrl_search.index import Retrieval, build_index, open_index
-from agentrl_search.tasks import load_questions
+from agentrl_search.corpus import read_corpus
+from agentrl_search.index import build_index, open_index
 
 VOCABULARY = 200_000
 TOP = 10
@@ -186,112 +176,12 @@ def compare_indexes(num_passages: int, num_queries: int) -> None:
         shutil.rmtree(directory)
 
 
-def report_recall(squad: Path, model: str | None) -> None:
-    tasks = load_questions(str(squad)).tasks["train"]
-    questions = [str(task.prompt) for task in tasks]
-    golds: list[Any] = [task.metadata["gold_ids"] for task in tasks]
-    with tempfile.TemporaryDirectory(prefix="agentrl-search-") as directory:
-        plain, both = Path(directory) / "plain", Path(directory) / "both"
-        build_index(read_corpus(squad), plain, stemmer=None)
-        variants: list[tuple[str, Path, Retrieval]] = [("BM25, no stemmer", plain, "bm25")]
-        if model is None:
-            build_index(read_corpus(squad), both)
-        else:
-            build_index(read_corpus(squad), both, retrieval="hybrid", model=model)
-            variants += [("dense", both, "dense"), ("hybrid", both, "hybrid")]
-        variants.insert(1, ("BM25", both, "bm25"))
-        print(f"recall, {len(tasks)} questions")
-        for name, place, retrieval in variants:
-            retriever = open_index(place, retrieval)
-            results = retriever.search(questions, 10)
-            recalls = (
-                statistics.mean(
-                    any(hit.passage.id in gold for hit in hits[:k])
-                    for gold, hits in zip(golds, results, strict=True)
-                )
-                for k in (1, 3, 10)
-            )
-            print(
-                f"{name:16} @1 {next(recalls):.3f}, @3 {next(recalls):.3f}, @10 {next(recalls):.3f}"
-            )
-            retriever.close()
-
-
-async def play_oracle(url: str, squad: Path, num_questions: int, num_sessions: int) -> None:
-    config = {
-        "source": str(squad),
-        "dialect": "tags",
-        "max_passage_chars": 20_000,
-        "max_observation_chars": 100_000,
-        "weights": {"em": 1.0},
-    }
-    tasks = load_questions(str(squad)).tasks["train"]
-    paragraphs = {passage.id: passage.text for passage, _ in squad_paragraphs(squad)}
-    step = max(len(tasks) // num_questions, 1)
-    indices = [index * step for index in range(num_questions)]
-    gate = asyncio.Semaphore(num_sessions)
-    latencies: list[float] = []
-    async with connect(url) as client:
-        await client.info("search", config)
-
-        async def play(index: int) -> dict[str, float]:
-            task = tasks[index]
-            gold_ids: Any = task.metadata["gold_ids"]
-            golds: Any = task.reference
-            async with gate:
-                session = await client.session("search", split="train", index=index, config=config)
-                started = time.perf_counter()
-                query = Action(f"<think>I should look.</think><search>{task.prompt}</search>")
-                found = await session.step(query, timeout_s=60)
-                latencies.append((time.perf_counter() - started) * 1000)
-                read = found.observation[0]["content"]
-                knows = any(paragraphs[each] in read for each in gold_ids)
-                span = golds[0] if knows else "I do not know"
-                answer = Action(f"<think>I have read it.</think><answer>{span}</answer>")
-                ended = await session.step(answer, timeout_s=60)
-                assert ended.terminated and knows == bool(ended.reward_components["retrieval"])
-                await session.close()
-            return ended.reward_components
-
-        started = time.perf_counter()
-        played = await asyncio.gather(*(play(index) for index in indices))
-        seconds = time.perf_counter() - started
-    retrieved = [each["em"] for each in played if each["retrieval"]]
-    missed = [each["em"] for each in played if not each["retrieval"]]
-    print(
-        f"oracle over HTTP, {len(played)} questions, {num_sessions} sessions at a time: "
-        f"{len(retrieved)} retrieved, EM there {statistics.mean(retrieved):.3f} (elsewhere "
-        f"{statistics.mean(missed or [0.0]):.3f}), format "
-        f"{statistics.mean(each['format'] for each in played):.3f}, {seconds:.2f} s, search turn "
-        f"p50 {statistics.median(latencies):.1f} ms, p99 {np.percentile(latencies, 99):.1f} ms"
-    )
-
-
-def serve_and_play(squad: Path, num_questions: int, num_sessions: int) -> None:
-    code = "import sys; from agentrl.cli.main import main; sys.exit(main())"
-    target = "agentrl_search.env:SearchEnvironment"
-    command = [sys.executable, "-c", code, "env", "serve", target, "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
-        asyncio.run(play_oracle(url, squad, num_questions, num_sessions))
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
     index = commands.add_parser("index")
     index.add_argument("--passages", type=int, default=1_000_000)
     index.add_argument("--queries", type=int, default=200)
-    squad = commands.add_parser("squad")
-    squad.add_argument("file", type=Path)
-    squad.add_argument("--model", help="sentence-transformers directory, for dense and hybrid")
-    squad.add_argument("--questions", type=int, default=200)
-    squad.add_argument("--sessions", type=int, default=64)
     worker = commands.add_parser("work")
     worker.add_argument("task", choices=["build", "query"])
     worker.add_argument("engine", choices=ENGINES)
@@ -299,11 +189,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "index":
         compare_indexes(arguments.passages, arguments.queries)
-    elif arguments.command == "work":
-        print(json.dumps(work(arguments.task, arguments.engine, arguments.directory)))
     else:
-        report_recall(arguments.file, arguments.model)
-        serve_and_play(arguments.file, arguments.questions, arguments.sessions)
+        print(json.dumps(work(arguments.task, arguments.engine, arguments.directory)))
 
 
 if __name__ == "__main__":
