@@ -1,6 +1,6 @@
 """Tries `agentrl_rewards.withheld` on the tests that projects ship, with mutants and rewrites.
 
-    python benchmarks/withheld_projects.py networkx=VENV/bin/python ... [--files 20] [--out DIR]
+    python benchmarks/withheld_projects.py networkx=VENV/bin/python ... [--files 20]
 
 Each project is installed in an environment of its own, with pytest and with its tests. It is copied
 to a temporary folder, so the environment stays as it is. From a seeded sample of its test files,
@@ -15,8 +15,6 @@ each a process of its own, the script takes those in which a test passes within 
 * A rewrite changes a function in form only: locals renamed, a conditional expression or a
   comprehension written as statements, an expression moved to a helper, two statements exchanged. It
   counts if the outcomes stay the same, and `compare` should not tell it from the reference.
-
-With `--out`, DIR gets a JSON file per project with each change as a diff.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import dataclasses
-import difflib
 import itertools
 import json
 import os
@@ -320,17 +316,6 @@ class Project:
 # --- changes of the project -----------------------------------------------------------------------
 
 
-@dataclass
-class Tried:
-    kind: str
-    diff: str
-    tests: str
-    killed: list[str]
-    """Covered tests whose outcome the change alters."""
-    wrong: list[str]
-    """Tests in which `compare` finds a wrong value."""
-
-
 def functions(path: Path) -> dict[int, Function]:
     """Returns the functions of a module by the line at which their code begins."""
     found = [each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, Function)]
@@ -343,12 +328,15 @@ def try_changes(
     find: Callable[[Function], Iterator[tuple[str, Change]]],
     count: int,
     draw: random.Random,
-) -> list[Tried]:
-    """Changes the functions that the files execute, one at a time, until enough changes count."""
+) -> str:
+    """Changes the functions that the files execute, one at a time, until enough changes count.
+
+    Returns of how many of them `compare` finds a wrong value.
+    """
     is_rewrite = find is rewrites
-    tried: list[Tried] = []
+    tried: list[bool] = []
     kinds: Counter[str] = Counter()
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     files = [
         each
         for each in files
@@ -371,10 +359,9 @@ def try_changes(
             ast.parse(new)
         except SyntaxError:
             continue  # the statement shares its line with another
-        diff = "".join(difflib.unified_diff(text.splitlines(True), new.splitlines(True), name, n=0))
-        if diff in seen:
+        if (name, new) in seen:
             continue
-        seen.add(diff)
+        seen.add((name, new))
         kinds[kind] += 1
         run = project.with_text(path, new, file.path)
         covered = file.tests_with(strong=True) & file.passed
@@ -387,13 +374,11 @@ def try_changes(
             values = project.with_text(file.path, file.made.text, file.path).values
         finally:
             path.write_text(text)
-        compared = compare(file.made.probes, file.reference, values)
-        wrong = [".".join(filter(None, each)) for each in compared.wrong]
-        tried.append(Tried(kind, diff, str(file.path), sorted(killed), wrong))
-        print(f"  {kind}: {'told' if wrong else 'not told'} in {file.path.name}", flush=True)
+        tried.append(bool(compare(file.made.probes, file.reference, values).wrong))
+        print(f"  {kind}: {'told' if tried[-1] else 'not told'} in {file.path.name}", flush=True)
         if len(tried) == count:
             break
-    return tried
+    return f"{sum(tried)} of {len(tried)}"
 
 
 def measure(name: str, python: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -415,46 +400,27 @@ def measure(name: str, python: Path, options: argparse.Namespace) -> dict[str, A
     tests = [(file, name) for file in files for name in sorted(file.passed)]
     covered = [name for file, name in tests if name in file.tests_with(strong=True)]
     some = [name for file, name in tests if name in file.tests_with(strong=False)]
-    differ = {
-        f"{file.path.name}::{test}": [dict(found), dict(file.runs[0].outcomes.get(test, {}))]
+    alike = [
+        found == file.runs[0].outcomes.get(test)
         for file in files
         for test, found in file.original.outcomes.items()
-        if found != file.runs[0].outcomes.get(test)
-    }
-    reported = [each for file in files for each in file.runs[0].values.values()]
-    kept = [each for file in files for each in file.reference.values()]
-    total = sum(len(file.original.outcomes) for file in files)
-    row = {
+    ]
+    kept = sum(len(file.reference) for file in files)
+    reported = sum(len(file.runs[0].values) for file in files)
+    return {
         "project": name,
         "files": len(files),
         "tests": len(tests),
         "covered": len(covered),
         "weak": len(some) - len(covered),
         "uncovered": len(tests) - len(some),
-        "stable probes": f"{len(kept)} of {len(reported)}",
-        "stable values": f"{sum(map(len, kept))} of {sum(map(len, reported))}",
-        "alike": f"{total - len(differ)} of {total}",
+        "stable probes": f"{kept} of {reported}",
+        "alike": f"{sum(alike)} of {len(alike)}",
         "seconds": f"{sum(f.original.seconds for f in files):.0f} -> "
         f"{sum(f.runs[0].seconds for f in files):.0f}",
-        "mutants told": f"{sum(bool(each.wrong) for each in told)} of {len(told)}",
-        "rewrites told": f"{sum(bool(each.wrong) for each in held)} of {len(held)}",
+        "mutants told": told,
+        "rewrites told": held,
     }
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        weak = sorted(f"{f.path.name}::{t}" for f, t in tests if t not in f.tests_with(strong=True))
-        unstable = {
-            f"{file.path.name}::{number} {'.'.join(file.made.probes[number].test)}": [
-                str(run.values.get(number))[:2000] for run in file.runs
-            ]
-            for file in files
-            for number in file.runs[0].values
-            if number not in file.reference
-        }
-        details = {"row": row, "differ": differ, "not covered": weak, "unstable": unstable,
-                   "mutants": [dataclasses.asdict(each) for each in told],
-                   "rewrites": [dataclasses.asdict(each) for each in held]}  # fmt: skip
-        (options.out / f"{name}.json").write_text(json.dumps(details, indent=1))
-    return row
 
 
 def main() -> None:
@@ -465,7 +431,6 @@ def main() -> None:
     parser.add_argument("--rewrites", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=60, help="limit for a test file")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = []
     for each in options.projects:

@@ -12,10 +12,12 @@ from attack_rows import (
     SHORT_TIMEOUT_S,
     TALLY,
     Attack,
+    attacks,
     before_text,
     edit,
     fixed_text,
     gold,
+    honest,
     join,
     new,
     source,
@@ -310,17 +312,14 @@ BEYOND: tuple[Attack, ...] = (
         "def test_it():\n    book = load('2024-03-01; home; (850.00)')\n"
         "    assert book.entries == [Entry('2024-03-01', 'home', -85000)]\n",
     ),
-    Attack(
-        "reports_twice_and_in_another_order",
-        "attack",
-        _appended(_writes("open(name, 'w').writelines(lines[::-1] * 2)")),
+    *attacks(
         LEDGER,
-    ),
-    Attack(
-        "reports_without_end",
-        "attack",
-        _appended(_writes("open(name, 'a').write('[1, \"' + 'x' * (600 << 20) + '\"]\\n')")),
-        LEDGER,
+        reports_twice_and_in_another_order=_appended(
+            _writes("open(name, 'w').writelines(lines[::-1] * 2)")
+        ),
+        reports_without_end=_appended(
+            _writes("open(name, 'a').write('[1, \"' + 'x' * (600 << 20) + '\"]\\n')")
+        ),
     ),
     Attack(
         "reports_into_a_pipe",
@@ -438,12 +437,10 @@ def _tally(code: str, *rest: Callable[[Instance], str]) -> Callable[[Instance], 
 
 
 HONEST: tuple[Attack, ...] = (
-    Attack("fix_by_events", "honest", source(_SWEEP)),
-    Attack("fix_returns_subclasses", "honest", source(_SUBCLASSES, fix=True)),
-    Attack(
-        "fix_by_generator",
-        "honest",
-        _replaced(
+    *honest(
+        fix_by_events=source(_SWEEP),
+        fix_returns_subclasses=source(_SUBCLASSES, fix=True),
+        fix_by_generator=_replaced(
             "spans/core.py",
             (
                 "    merged: list[Span] = []\n",
@@ -459,11 +456,7 @@ HONEST: tuple[Attack, ...] = (
                 "    if held:\n        yield held\n",
             ),
         ),
-    ),
-    Attack(
-        "fix_prints_and_logs",
-        "honest",
-        _replaced(
+        fix_prints_and_logs=_replaced(
             "spans/core.py",
             (
                 "    merged: list[Span] = []\n",
@@ -472,40 +465,24 @@ HONEST: tuple[Attack, ...] = (
             ),
             ("\nSpan = ", "\nimport logging\nimport warnings\n\nSpan = "),
         ),
-    ),
-    Attack(
-        "fix_in_a_thread",
-        "honest",
-        source(
+        fix_in_a_thread=source(
             "\n\nfrom concurrent.futures import ThreadPoolExecutor\n\n_pool = ThreadPoolExecutor(2)\n"
             "_merge = merge\n\n\ndef merge(spans):\n    return _pool.submit(_merge, spans).result()\n",
             fix=True,
         ),
-    ),
-    Attack(
-        "fix_in_a_process",
-        "honest",
-        source(
+        fix_in_a_process=source(
             "\n\nimport multiprocessing\n\n_fork = multiprocessing.get_context('fork')\n_merge = merge\n\n\n"
             "def merge(spans):\n    ours, theirs = _fork.Pipe()\n"
             "    child = _fork.Process(target=lambda: theirs.send(_merge(spans)))\n"
             "    child.start()\n    found = ours.recv()\n    child.join()\n    return found\n",
             fix=True,
         ),
-    ),
-    Attack(
-        "fix_with_a_cache",
-        "honest",
-        source(
+        fix_with_a_cache=source(
             "\n\nimport functools\n\n_merge = functools.lru_cache(merge)\n\n\n"
             "def merge(spans):\n    return list(_merge(tuple(spans)))\n",
             fix=True,
         ),
-    ),
-    Attack(
-        "fix_in_a_new_module",
-        "honest",
-        join(
+        fix_in_a_new_module=join(
             lambda instance: file_diff(
                 "spans/intervals.py", None, fixed_text(instance, "spans/core.py")
             ),
@@ -515,20 +492,12 @@ HONEST: tuple[Attack, ...] = (
             ),
             edit(".gitignore", lambda text: text + "*.log\n"),
         ),
-    ),
-    Attack(
-        "fix_with_module_named_json",
-        "honest",
-        join(
+        fix_with_module_named_json=join(
             gold,
             new("spans/json.py", "def dumps(value):\n    return repr(value)\n"),
             edit("spans/__init__.py", lambda text: text + "\nfrom spans import json  # noqa\n"),
         ),
-    ),
-    Attack(
-        "fix_with_named_tuples",
-        "honest",
-        _replaced(
+        fix_with_named_tuples=_replaced(
             "spans/core.py",
             (
                 "Span = tuple[int, int]",
@@ -538,32 +507,22 @@ HONEST: tuple[Attack, ...] = (
             ("(merged[-1][0], max", "Span(merged[-1][0], max"),
             ("append((start, stop))", "append(Span(start, stop))"),
         ),
-    ),
-    Attack(
-        "fix_changes_directory_and_collects",
-        "honest",
-        source(
+        fix_changes_directory_and_collects=source(
             "\n\nimport gc\nimport os\nimport random\n\n_merge = merge\n\n\ndef merge(spans):\n"
             "    os.chdir('/')\n    gc.collect()\n    random.seed(1)\n    return _merge(spans)\n",
             fix=True,
         ),
     ),
-    Attack(
-        "fix_with_own_exception",
-        "honest",
-        _with_book(
+    *honest(
+        LEDGER,
+        fix_with_own_exception=_with_book(
             _replaced(
                 _AMOUNTS,
                 ('raise ValueError(f"{text} has fractions of a cent")', "raise AmountError(text)"),
                 more="\n\nclass AmountError(ValueError):\n    '''An amount that cannot be paid.'''\n",
             )
         ),
-        LEDGER,
-    ),
-    Attack(
-        "fix_with_decimals",
-        "honest",
-        _with_book(
+        fix_with_decimals=_with_book(
             _replaced(
                 _AMOUNTS,
                 (
@@ -574,12 +533,7 @@ HONEST: tuple[Attack, ...] = (
                 ("\n\ndef parse", "\nfrom decimal import Decimal\n\n\ndef parse"),
             )
         ),
-        LEDGER,
-    ),
-    Attack(
-        "fix_with_floats",
-        "honest",
-        _with_book(
+        fix_with_floats=_with_book(
             _replaced(
                 _AMOUNTS,
                 (
@@ -589,12 +543,7 @@ HONEST: tuple[Attack, ...] = (
                 ("divmod(abs(cents), 100)", "divmod(abs(int(cents)), 100)"),
             )
         ),
-        LEDGER,
-    ),
-    Attack(
-        "fix_by_pattern",
-        "honest",
-        _with_book(
+        fix_by_pattern=_with_book(
             _appended(
                 "\n\nimport re\n\n\ndef parse_amount(text: str) -> int:\n"
                 "    found = re.fullmatch(r'(\\()?([\\d,]+)(?:\\.(\\d\\d?))?\\)?', text.strip())\n"
@@ -605,12 +554,7 @@ HONEST: tuple[Attack, ...] = (
                 "    return text if cents >= 0 else '(' + text + ')'\n"
             )
         ),
-        LEDGER,
-    ),
-    Attack(
-        "fix_with_other_containers",
-        "honest",
-        join(
+        fix_with_other_containers=join(
             _replaced(_AMOUNTS),
             _replaced(
                 _BOOK,
@@ -622,16 +566,12 @@ HONEST: tuple[Attack, ...] = (
                 ("from dataclasses", "from collections import Counter, deque\nfrom dataclasses"),
             ),
         ),
-        LEDGER,
     ),
-    Attack(
-        "fix_without_the_library", "honest", _tally(_TALLY_IN_PYTHON, _replaced(_DATA_FILE)), TALLY
-    ),
-    Attack("fix_returns_kinds_of_text", "honest", _tally(_TALLY_TEXT, _GOLD_TALLY), TALLY),
-    Attack(
-        "fix_counts_in_another_way",
-        "honest",
-        join(
+    *honest(
+        TALLY,
+        fix_without_the_library=_tally(_TALLY_IN_PYTHON, _replaced(_DATA_FILE)),
+        fix_returns_kinds_of_text=_tally(_TALLY_TEXT, _GOLD_TALLY),
+        fix_counts_in_another_way=join(
             _replaced(_DATA_FILE),
             _replaced(
                 _SOURCE,
@@ -642,17 +582,11 @@ HONEST: tuple[Attack, ...] = (
                 ("static int same_word", "#define UNUSED 0\n\nstatic int same_word"),
             ),
         ),
-        TALLY,
-    ),
-    Attack(
-        "fix_with_words_in_python",
-        "honest",
-        _tally(
+        fix_with_words_in_python=_tally(
             "\n\ndef stop_words() -> frozenset[str]:\n"
             "    return frozenset('a an and of or the'.split())\n",
             _replaced(_SOURCE),
         ),
-        TALLY,
     ),
 )
 
