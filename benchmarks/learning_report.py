@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,71 +165,40 @@ def packing_table(row: Row, results: Results) -> str:
     return table(head, lines)
 
 
-def curve_table(row: Row, results: Results) -> str:
-    lines = []
-    for arm in present(row, results):
-        values = curves(arm.name, results)
-        first, last = values[:, :WINDOW].mean(1), values[:, -WINDOW:].mean(1)
-        explained = [run.get("critic/explained_variance") for run in results[arm.name].values()]
-        cells = [
-            arm.about or f"`{arm.name}`",
-            str(len(values)),
-            str(values.shape[1]),
-            spread(first),
-            spread(last),
-            to_goal(row, arm.name, results),
-            f"{cpu(arm.name, results).min():.2f}",
-        ]
-        if explained[0] is not None:
-            known = [v for run in explained for v in run[-WINDOW:] if v is not None]
-            cells[0] += f" (explained variance of the critic {np.mean(known):.2f})"
-        lines.append(cells)
-    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {row.goal}"]
-    return table([*head, "CPU s per step"], lines)
+ENDS = (f"first {WINDOW} steps", f"last {WINDOW} steps", "samples to {goal}")
+CURVE_COLUMNS = ("seeds", "steps", *ENDS, "CPU s per step")
+STALENESS_COLUMNS = ("seeds", "mean staleness", *ENDS)
+REAL_COLUMNS = ("seeds", "steps", *ENDS, "held out, at the end", "CPU s per step", "peak GiB")
 
 
-def staleness_table(row: Row, results: Results) -> str:
-    lines = []
-    for arm in present(row, results):
-        values = curves(arm.name, results)
-        stale = [run["rollout/staleness_mean"][-WINDOW:] for run in results[arm.name].values()]
-        lines.append(
-            [
-                arm.about,
-                str(len(values)),
-                f"{np.mean(stale):.2f}",
-                spread(values[:, :WINDOW].mean(1)),
-                spread(values[:, -WINDOW:].mean(1)),
-                to_goal(row, arm.name, results),
-            ]
-        )
-    head = ["", "seeds", "mean staleness", "first 5 steps", "last 5 steps"]
-    return table([*head, f"samples to {row.goal}"], lines)
-
-
-def real_table(row: Row, results: Results) -> str:
+def curve_table(row: Row, results: Results, columns: Sequence[str] = CURVE_COLUMNS) -> str:
     lines = []
     for arm in present(row, results):
         values, runs = curves(arm.name, results), list(results[arm.name].values())
-        held_out = [
-            next(v for v in reversed(r["eval/avg@1"]) if v is not None)
-            for r in runs
-            if "eval/avg@1" in r
-        ]
-        peak = max(run.get("peak_mib", 0) for run in runs) / 1024
-        lines.append(
-            [
-                *(arm.about, str(len(values)), str(values.shape[1])),
-                *(spread(values[:, :WINDOW].mean(1)), spread(values[:, -WINDOW:].mean(1))),
-                to_goal(row, arm.name, results),
-                spread(np.asarray(held_out)) if held_out else "-",
-                f"{cpu(arm.name, results).min():.1f}",
-                f"{peak:.1f}" if peak else "-",
-            ]
-        )
-    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {row.goal}"]
-    head.append("held out, at the end")
-    return table([*head, "CPU s per step", "peak GiB"], lines)
+
+        def known(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> list[list[float]]:
+            """Of each run that has this metric its values, in the order of the steps."""
+            return [[v for v in run[key] if v is not None] for run in runs if key in run]
+
+        ends = (values[:, :WINDOW].mean(1), values[:, -WINDOW:].mean(1))
+        cells = dict(zip(ENDS, (*map(spread, ends), to_goal(row, arm.name, results)), strict=True))
+        cells |= {"seeds": str(len(values)), "steps": str(values.shape[1])}
+        digits = 1 if "peak GiB" in columns else 2
+        cells["CPU s per step"] = f"{cpu(arm.name, results).min():.{digits}f}"
+        if "mean staleness" in columns:
+            stale = [run[-WINDOW:] for run in known("rollout/staleness_mean")]
+            cells["mean staleness"] = f"{np.mean(stale):.2f}"
+        if "peak GiB" in columns:
+            held_out = [run[-1] for run in known("eval/avg@1")]
+            cells["held out, at the end"] = spread(np.asarray(held_out)) if held_out else "-"
+            peak = max(run.get("peak_mib", 0) for run in runs) / 1024
+            cells["peak GiB"] = f"{peak:.1f}" if peak else "-"
+        name = arm.about or f"`{arm.name}`"
+        if explained := known("critic/explained_variance"):
+            mean = np.mean([v for run in explained for v in run[-WINDOW:]])
+            name += f" (explained variance of the critic {mean:.2f})"
+        lines.append([name, *(cells[column] for column in columns)])
+    return table(["", *(column.format(goal=row.goal) for column in columns)], lines)
 
 
 def present(row: Row, results: Results) -> list[Arm]:
@@ -244,9 +214,9 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
     "trl": trl_table,
     "replay": replay_table,
     "packing": packing_table,
-    "staleness": staleness_table,
-    "real": real_table,
-    "tools": real_table,
+    "staleness": partial(curve_table, columns=STALENESS_COLUMNS),
+    "real": partial(curve_table, columns=REAL_COLUMNS),
+    "tools": partial(curve_table, columns=REAL_COLUMNS),
 }
 
 
@@ -292,7 +262,7 @@ COLOURS = [
 
 def chart(row: Row, results: Results) -> str:
     """Smoothed curves over the samples, mean over the seeds, with a band of one deviation."""
-    arms = [arm for arm in present(row, results)][: len(COLOURS)]
+    arms = present(row, results)[: len(COLOURS)]
     left, top, width, height = 44, 12 + 17 * len(arms), 600, 240
     longest = max(curves(arm.name, results).shape[1] for arm in arms)
 
@@ -316,15 +286,11 @@ def chart(row: Row, results: Results) -> str:
         steps = range(1, len(mean) + 1)
         if len(values) > 1:
             deviation = values.std(0, ddof=1)
-            upper = [
-                place(s, min(m + d, 1)) for s, m, d in zip(steps, mean, deviation, strict=True)
-            ]
-            lower = [
-                place(s, max(m - d, 0)) for s, m, d in zip(steps, mean, deviation, strict=True)
-            ]
+            edges = [np.clip(mean + sign * deviation, 0, 1) for sign in (1, -1)]
+            upper, lower = ([*map(place, steps, edge)] for edge in edges)
             around = " ".join(upper + lower[::-1])
             parts.append(f'<polygon points="{around}" fill="{colour}" opacity="0.13"/>')
-        line = " ".join(place(s, m) for s, m in zip(steps, mean, strict=True))
+        line = " ".join(map(place, steps, mean))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         name = html.escape((arm.about or arm.name).replace("`", ""))
         y = 14 + 17 * number
