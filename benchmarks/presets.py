@@ -1,6 +1,6 @@
 """Every preset trains: the quickstart for 20 steps, three seeds each, and a table of the rewards.
 
-    python benchmarks/presets.py [--presets grpo,ppo] [--seeds 3] [--steps 20] [--out table.md]
+    python benchmarks/presets.py [--presets grpo,ppo] [--seeds 3] [--steps 20]
 
 Fails when a metric is not finite, an update was skipped, or a preset's reward over the last five
 steps is lower than over the first five. Twenty steps of a 0.6-million-parameter model say that a
@@ -64,17 +64,16 @@ def main() -> int:
     parser.add_argument("--presets", default=",".join(PRESETS), help="comma-separated")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the table here, too")
     args = parser.parse_args()
 
-    lines = [
+    head = [
         f"Reward, mean ± standard deviation over {args.seeds} seeds (divided by n); "
         f"{args.steps} steps of 8 groups of 8.",
         "",
         "| preset | first 3 steps | last 3 steps | last 5 − first 5 | besides the preset |",
         "|---|---|---|---|---|",
     ]
-    print("\n".join(lines), flush=True)
+    print("\n".join(head), flush=True)
     failures, started = [], time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -106,11 +105,8 @@ def main() -> int:
                 f"{part.mean():.2f} ± {part.std():.2f}"
                 for part in (table[:, :3].mean(1), table[:, -3:].mean(1), rise)
             ]
-            lines.append(f"| `{preset}` | {' | '.join(cells)} | {', '.join(shown)} |")
-            print(lines[-1], flush=True)
+            print(f"| `{preset}` | {' | '.join(cells)} | {', '.join(shown)} |", flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s")
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
     for failure in failures:
         print(f"FAILED {failure}")
     return bool(failures)

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from attack_rows import FURTHER, STATED, Attack
 from attack_rows_control import CONTROL
@@ -63,13 +61,9 @@ async def grade_attack(attack: Attack, instance: Instance, *, run_id: str = "att
     """Grades one patch under both policies, each with a withheld run."""
     instance = attack.change(instance)
     patch = attack.make_patch(instance)
-    official = await grade(
-        instance, patch, policy="official", run_id=run_id, timeout_s=attack.timeout_s, withhold=True
-    )
-    strict = await grade(
-        instance, patch, policy="strict", run_id=run_id, timeout_s=attack.timeout_s, withhold=True
-    )
-    return Row(attack, official, strict)
+    options = {"run_id": run_id, "timeout_s": attack.timeout_s, "withhold": True}
+    official = await grade(instance, patch, policy="official", **options)
+    return Row(attack, official, await grade(instance, patch, policy="strict", **options))
 
 
 HEAD = f"{'patch':28} {'kind':9} {'official':13} {'values':11} {'strict':13} {'reward':6} flags"
@@ -85,29 +79,6 @@ def format_row(row: Row) -> str:
         f"{row.attack.name:28} {row.attack.kind:9} {row.official.outcome:13} {values:11} "
         f"{row.strict.outcome:13} {reward:6} {'; '.join(flags)}{mark}"
     )
-
-
-def _as_json(row: Row) -> dict:
-    def verdict(each: Verdict) -> dict:
-        return {
-            "outcome": each.outcome,
-            "reason": each.reason,
-            "reward": each.reward,
-            "flags": list(each.flags),
-            "notes": list(each.notes),
-            "withheld": each.withheld,
-            "dropped": list(each.dropped),
-            "seconds": round(each.seconds, 1),
-        }
-
-    return {
-        "name": row.attack.name,
-        "kind": row.attack.kind,
-        "instance_id": row.attack.instance_id,
-        "as_expected": row.as_expected,
-        "official": verdict(row.official),
-        "strict": verdict(row.strict),
-    }
 
 
 async def run_table(instances: Sequence[Instance], attacks: Sequence[Attack]) -> list[Row]:
@@ -141,22 +112,11 @@ async def print_payoffs(
     all_lose = True
     for attack in attacks:
         instance = attack.change(by_id[attack.instance_id])
-        patch, timeout_s = attack.make_patch(instance), attack.timeout_s
-        official = await grade(
-            instance, patch, policy="official", run_id="payoff", timeout_s=timeout_s
-        )
-        calls = (
-            grade(
-                instance,
-                patch,
-                policy="strict",
-                run_id="payoff",
-                timeout_s=timeout_s,
-                withhold=True,
-                official_run="uncovered",
-            )
-            for _ in range(draws)
-        )
+        patch, options = attack.make_patch(instance), {"run_id": "payoff"}
+        options |= {"timeout_s": attack.timeout_s}
+        official = await grade(instance, patch, policy="official", **options)
+        options |= {"withhold": True, "official_run": "uncovered"}
+        calls = (grade(instance, patch, policy="strict", **options) for _ in range(draws))
         rewards = [verdict.reward for verdict in await asyncio.gather(*calls)]
         payoff = sum(filter(None, rewards)) / draws
         all_lose &= attack.kind != "attack" or payoff < 0.02
@@ -176,7 +136,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--dataset", required=True, metavar="FILE", help="dataset of the fixtures")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these patches")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to this file")
     parser.add_argument("--payoff", action="store_true", help="print each patch's mean reward")
     parser.add_argument(
         "--draws", type=int, default=24, metavar="N", help="gradings per patch (default: 24)"
@@ -200,8 +159,6 @@ def main(arguments: list[str] | None = None) -> int:
         f"rewarded under strict: {len(rewarded)}. Honest fixes: {len(honest)}; refused: "
         f"{len(refused)}."
     )
-    if given.json:
-        given.json.write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
     return 0 if all(row.as_expected for row in rows) else 1
 
 
