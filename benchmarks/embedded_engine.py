@@ -31,6 +31,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -139,10 +140,10 @@ def continuous(
             raise SystemExit("transformers' continuous batching stopped before it was done")
     manager.stop(block=True)
     manager.destroy()
+    done = (results[f"r{index:05d}"] for index in range(len(prompts)))
     return [
-        (prompt, results[name].generated_tokens, results[name].logprobs)
-        for index, prompt in enumerate(prompts)
-        if (name := f"r{index:05d}")
+        (prompt, each.generated_tokens, each.logprobs)
+        for prompt, each in zip(prompts, done, strict=True)
     ]
 
 
@@ -240,29 +241,18 @@ def main() -> None:
         prompts = make_prompts(num, shared=shared)
         one_length = make_prompts(num, shared=shared, length=60)
         embedded(ours, prompts, 2)  # warm
-        fast, rows = measure(lambda: embedded(ours, prompts, args.tokens), args.repeats)  # noqa: B023
+        fast, rows = measure(partial(embedded, ours, prompts, args.tokens), args.repeats)
         worst["embedded"] = max(worst["embedded"], parity(base, rows))
-        settings = [
-            (page_size, batch_tokens)
-            for page_size in (32, 128)
-            for batch_tokens in sorted({max(num, 64), max(num, 256), 2048})
-        ]
         slow = float("inf")
-        for page_size, batch_tokens in settings:
-            seconds, rows = measure(
-                lambda: continuous(
-                    theirs,
-                    prompts,  # noqa: B023
-                    args.tokens,
-                    shared=shared,  # noqa: B023
-                    page_size=page_size,  # noqa: B023
-                    batch_tokens=batch_tokens,  # noqa: B023
-                ),
-                1,  # the best of the settings is the best of as many runs
-            )
+        budgets = sorted({max(num, 64), max(num, 256), 2048})
+        for page_size, budget in itertools.product((32, 128), budgets):
+            sizes = {"page_size": page_size, "batch_tokens": budget}
+            work = partial(continuous, theirs, prompts, args.tokens, shared=shared, **sizes)
+            # Once: the best of the settings is the best of as many runs.
+            seconds, rows = measure(work, 1)
             slow = min(slow, seconds)
             worst["continuous"] = max(worst["continuous"], parity(base, rows))
-        limit, _ = measure(lambda: generate(ours, one_length, args.tokens), args.repeats)  # noqa: B023
+        limit, _ = measure(partial(generate, ours, one_length, args.tokens), args.repeats)
         served = float("nan")
         if of_vllm:
             served, rows = of_vllm[case]

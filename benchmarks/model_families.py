@@ -40,6 +40,7 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import families as tiny
+from samples_for_tests import sample_of
 
 from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.base import SamplingParams
@@ -210,19 +211,7 @@ def make_samples() -> list[Sample]:
         ids = rng.integers(3, 128, length)
         if length > 24:
             ids[:20] = prefix
-        samples.append(
-            Sample(
-                token_ids=ids.astype(np.int32),
-                loss_mask=(np.arange(length) > 0).astype(np.uint8),
-                rollout_logprobs=np.zeros(length, np.float32),
-                policy_versions=np.zeros(length, np.int32),
-                turn_ids=np.zeros(length, np.int32),
-                trajectory_id="t",
-                group_id="g",
-                reward=0.0,
-                turn_rewards=np.zeros(1, np.float32),
-            )
-        )
+        samples.append(sample_of(ids, np.arange(length) > 0))
     return samples
 
 

@@ -262,7 +262,7 @@ def run_variant(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    samples = make_batch(args.num_groups, args.vocab_size, args.max_length, args.batch_prompts)
+    samples = make_batch(args.num_groups, args.vocab_size, args.max_length, args.prompts)
     config = Qwen3Config(
         vocab_size=args.vocab_size,
         hidden_size=256,
@@ -378,18 +378,17 @@ def compare(vocab_size: int, prompts: str, args: argparse.Namespace) -> dict[str
         and (variant != "compiled" or args.compile)
         and not (prompts != "0" and variant.startswith("padded"))
     ]
-    given = {"vocab-size": vocab_size, "num-groups": num_groups, "max-length": max_length}
-    given |= {"batch-prompts": prompts, "token-budget": args.token_budget}
+    given = {"vocab_size": vocab_size, "num_groups": num_groups, "max_length": max_length}
+    given |= {"prompts": prompts, "token_budget": args.token_budget, "repeat": args.repeat}
     root = Path(__file__).parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     with tempfile.TemporaryDirectory() as directory:
         results, gradients, processes = {}, {}, {}
         for variant in variants:
+            work = given | {"variant": variant, "output": f"{directory}/{variant}.npz"}
             command = [args.trl if variant == "trl" else sys.executable, __file__]
-            command += ["--variant", variant, "--output", f"{directory}/{variant}.npz"]
-            command += ["--repeat", str(args.repeat)]
-            command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
+            command += ["--work", json.dumps(work)]
             path = {"PYTHONPATH": str(root)} if variant == "trl" else {}
             processes[variant] = subprocess.Popen(
                 command,
@@ -440,14 +439,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compiled layers as well")
     parser.add_argument("--trl", metavar="PYTHON", help="of an environment with TRL 1.16")
     parser.add_argument("--json", type=Path, help="write the figures of each batch here, too")
-    for name in ("--variant", "--output"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--batch-prompts", help=argparse.SUPPRESS)
-    for name in ("--vocab-size", "--num-groups", "--max-length"):
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.variant:
-        run_variant(args)
+    if args.work:
+        run_variant(argparse.Namespace(**args.work))
         return
     vocab_sizes = [int(size) for size in args.vocab.split(",")]
     figures = {}

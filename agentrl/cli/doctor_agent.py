@@ -26,7 +26,7 @@ from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import identity
 from agentrl.rollout.agent.runner import Agents, make_agents
 from agentrl.rollout.driver import Episode, Limits, play_agent
-from agentrl.rollout.policy import Prompt, TokenPolicy
+from agentrl.rollout.policy import Prompt, TokenPolicy, num_equal
 from agentrl.types import Message, ShownImage, ToolSpec, Trajectory
 
 PROMPT = "What is 6 times 7?"
@@ -211,7 +211,7 @@ def _first_difference(
     known = [identity(message) for message in messages]
 
     def num_common(history: list[Message]) -> int:
-        return _first_unequal(known, [identity(message) for message in history])
+        return num_equal(known, [identity(message) for message in history])
 
     before = max(histories, key=num_common)
     at = num_common(before)
@@ -235,13 +235,8 @@ def _first_difference(
     return f"{where} came back with other calls: {_shown(*calls)}", advice
 
 
-def _first_unequal(first: Sequence[object], second: Sequence[object]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
 def _shown(had: str, sent: str) -> str:
-    at = _first_unequal(had, sent)
+    at = num_equal(had, sent)
     window = slice(max(0, at - SHOWN_CHARS // 2), at + SHOWN_CHARS)
     return f"{had[window]!r} is {sent[window]!r} at character {at}"
 

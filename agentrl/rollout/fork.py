@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.env.client import EnvClient
 from agentrl.errors import DataError
 from agentrl.inference.base import Generation
-from agentrl.rollout.policy import TokenPolicy
+from agentrl.rollout.policy import TokenPolicy, num_equal
 from agentrl.rollout.scheduler import TaskSource
 from agentrl.types import Action, Message, ShownImage, ToolSpec, Trajectory
 
@@ -153,7 +153,7 @@ class ForkPolicy(TokenPolicy):
             shorter = replace(self, max_turn_tokens=room)
             rest = await shorter.sample(request_id, row.token_ids + forced, row.images)
         before = self.fork.sampled(self.fork.turn)
-        num_kept = _num_equal(forced, before.token_ids)
+        num_kept = num_equal(forced, before.token_ids)
         num_new = len(forced) - num_kept
         # An id that a person chose has no probability of its own.
         return Generation(
@@ -212,16 +212,11 @@ async def find_task(
     )
 
 
-def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
-
-
 def _require_same(now: Sequence[int], recorded: Sequence[int], turn: int) -> None:
     """Raises:
     DataError: a prompt is not the recorded one.
     """
-    place = _num_equal(now, recorded)
+    place = num_equal(now, recorded)
     if place < max(len(now), len(recorded)):
         raise DataError(
             f"the episode cannot be forked: played again, the prompt of turn {turn} differs from "

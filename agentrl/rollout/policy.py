@@ -192,7 +192,7 @@ class TokenPolicy:
         # What the policy had seen was rewritten. The old row keeps its sampled tokens; in the new
         # one everything up to here is context: no token is trained twice.
         whole, shown = self.renderer.show(self.renderer.prompt(messages, tools), messages)
-        fork_at = _common_prefix(row.token_ids[:end], whole)
+        fork_at = num_equal(row.token_ids[:end], whole)
         fork_at = _before_other_images(row.images, shown, fork_at)
         shown = [image for image in shown if image.end > fork_at]
         return Prompt(parent, turn.branch, row, fork_at, whole[fork_at:], messages, shown)
@@ -339,6 +339,7 @@ def _before_other_images(
     return fork_at
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
+def num_equal(a: Sequence[object], b: Sequence[object]) -> int:
+    """Returns the length of what two sequences begin with alike."""
     differ = (at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))

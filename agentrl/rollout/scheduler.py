@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,6 +128,7 @@ def stable_seed(*parts: JSON) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+@dataclass(eq=False)
 class GroupScheduler:
     """Plays groups of episodes, at most `max_concurrent` episodes at a time.
 
@@ -135,48 +136,29 @@ class GroupScheduler:
     because an episode that waited for a session would spend its own deadlines waiting. Runs that
     share servers have to divide the sessions among them through `rollout.max_concurrent`."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        env: EnvClient,
-        source: TaskSource,
-        *,
-        env_id: str,
-        env_config: dict[str, JSON],
-        group_size: int,
-        max_concurrent: int,
-        limits: Limits,
-        seed: int,
-        id_prefix: str = "",
-        score: Score | None = None,
-        capacity: Room | None = None,
-        agents: AgentPlayer | None = None,
-    ) -> None:
-        """
-        Args:
-            agents: play the episodes, and call a `TokenPolicy`; None: the policy plays itself.
-            score: awaited for every group when its episodes have ended, before any filter.
-            capacity: shared by schedulers that play at the same time; an episode holds one unit
-                while it is played. None if no other scheduler plays.
-        """
-        self.policy = policy
-        self.env = env
-        self.source = source
-        self.env_id = env_id
-        self.env_config = env_config
-        self.group_size = group_size
-        self.max_concurrent = max_concurrent
-        self.limits = limits
-        self.seed = seed
-        self.id_prefix = id_prefix
-        self.score = score
-        self.capacity = capacity
-        self.agents = agents
-        self.live: dict[str, Progress] = {}
-        """Episodes that are being played, by trajectory id."""
-        self.last_end = time.monotonic()
-        """When an episode last ended."""
-        self._num_restarts = 0
+    policy: Policy
+    env: EnvClient
+    source: TaskSource
+    _: KW_ONLY
+    env_id: str
+    env_config: dict[str, JSON]
+    group_size: int
+    max_concurrent: int
+    limits: Limits
+    seed: int
+    id_prefix: str = ""
+    score: Score | None = None
+    """Awaited for every group when its episodes have ended, before any filter."""
+    capacity: Room | None = None
+    """Shared by schedulers that play at the same time; an episode holds one unit while it is
+    played. None if no other scheduler plays."""
+    agents: AgentPlayer | None = None
+    """Play the episodes, and call a `TokenPolicy`; None: the policy plays itself."""
+    live: dict[str, Progress] = field(default_factory=dict, init=False)
+    """Episodes that are being played, by trajectory id."""
+    last_end: float = field(default_factory=time.monotonic, init=False)
+    """When an episode last ended."""
+    _num_restarts: int = field(default=0, init=False)
 
     async def collect(
         self,

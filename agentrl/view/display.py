@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import IO, Any, Self
 
 from rich import box
@@ -93,12 +92,7 @@ class Display:
             self._move_log_handlers()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._live is not None:
             for handler, stream in self._moved_handlers:
                 handler.setStream(stream)

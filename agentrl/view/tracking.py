@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat
 
 from agentrl.errors import ConfigError, DataError
@@ -123,12 +122,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -155,12 +149,7 @@ class RunStatus:
         self._say("training")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         is_over = self.ended_early or self.step >= self._num_steps
         state = "finished" if is_over else "stopped"
         failed = isinstance(error, Exception)
