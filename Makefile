@@ -50,9 +50,9 @@ LONG := "slow and not promise and not docker and not vllm and not sglang and not
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
 # A real server starts many times in these: minutes on a quiet machine, an hour on a busy one.
 SGLANG_FAULTS := tests/inference/test_sglang_killed.py tests/train/test_sglang_training.py
-# Benchmarks with a target or an environment of their own.
-APART := benchmarks/gpu.py benchmarks/train_step_trl.py benchmarks/env_server_client.py \
-	benchmarks/env_server_openenv.py $(wildcard benchmarks/learning*.py)
+# Benchmarks that need no data, no GPU and no other environment; pages name the arguments of others.
+BENCHMARKS := agent_endpoint embedded_engine env_bench env_server experts model_families presets \
+	rewards rollout_overhead train_step
 HARBOR_TESTS := $(addprefix tests/environments/harbor/test_harbor_,parity.py providers.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
@@ -197,9 +197,9 @@ docs: $(DOCS_VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
 	@echo build/site/index.html
 
-## make benchmarks   every performance claim, printed as a ratio
+## make benchmarks   the performance claims that need nothing else, printed as ratios
 benchmarks: $(VENV)/.dev
-	for file in $(filter-out $(APART),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 ## make learning     the tables of docs/learning.md; what is not recorded is run; AGAIN=1 makes an
 ##                   environment with TRL and runs all: an hour of CPU or more; ROWS=real is the
