@@ -40,7 +40,7 @@ def to_observation(value: Any, source: str) -> list[Message]:
             hint = "; give a reward with self.finish(reward), or return a StepResult from step()"
         raise EnvError(
             f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
-            f"it returned {_short(repr(value))}{hint}"
+            f"it returned {short(repr(value), 300)}{hint}"
         ) from None
     shown = [each["content"] for each in messages if not isinstance(each["content"], str)]
     if shown:
@@ -105,7 +105,7 @@ def to_finite(value: Any, source: str) -> float:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise EnvError(f"{source} must be a number, not {_short(repr(value))}") from error
+        raise EnvError(f"{source} must be a number, not {short(repr(value), 300)}") from error
     if not math.isfinite(number):
         raise EnvError(f"{source} is {number}: rewards and metrics must be finite")
     return number
@@ -120,11 +120,13 @@ def describe(error: BaseException, task: Task | None) -> str:
         text = str(error)
     except BaseException:  # an author's own __str__
         text = ""
-    message = _short(hide_secrets(" ".join(text.split())))
+    message = short(hide_secrets(" ".join(text.split())), 300)
     if task is not None and isinstance(task.reference, str) and len(task.reference) > 3:
         message = message.replace(task.reference, "[reference]")
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def _short(text: str, limit: int = 300) -> str:
+def short(value: object, limit: int = 160) -> str:
+    """Returns a value as text of at most `limit` characters, plus an ellipsis if it was cut."""
+    text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[:limit] + "..."

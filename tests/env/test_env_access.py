@@ -1,6 +1,5 @@
 """Each token opens its own routes and no others; only allowed hosts and origins are answered."""
 
-import asyncio
 import itertools
 
 import pytest
@@ -66,22 +65,19 @@ def test_a_token_is_asked_for_everywhere_but_where_health_is_asked_for(http):
     assert gone.status_code == 204
 
 
-def test_nothing_of_a_body_is_read_without_the_token():
+async def test_nothing_of_a_body_is_read_without_the_token():
+    sent = []
+
     async def receive():
         raise AssertionError("the body was read")
 
-    async def main():
-        sent = []
+    async def send(message):
+        sent.append(message)
 
-        async def send(message):
-            sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/sessions", "query_string": b""}
-        headers = [(b"host", b"localhost"), (b"content-length", b"2000000")]
-        await make_app(["workshop"], token=TOKEN)(scope | {"headers": headers}, receive, send)
-        return sent
-
-    assert asyncio.run(main())[0]["status"] == 401
+    scope = {"type": "http", "method": "POST", "path": "/v1/sessions", "query_string": b""}
+    headers = [(b"host", b"localhost"), (b"content-length", b"2000000")]
+    await make_app(["workshop"], token=TOKEN)(scope | {"headers": headers}, receive, send)
+    assert sent[0]["status"] == 401
 
 
 HOSTS = ("localhost", "LOCALHOST:1234", "127.0.0.1", "127.8.8.8:9", "[::1]:8700")

@@ -428,12 +428,12 @@ class GradedElsewhere(Ungraded):
         return 0.5
 
 
-def test_no_reward_is_no_reward_of_zero():
+async def test_no_reward_is_no_reward_of_zero():
     async def play(environment):
         async with in_process(environment) as client:
             session = await client.session("x", task=Task("t", "go"))
             return (await session.step(Action(text="done"), timeout_s=5)).reward
 
     with pytest.raises(GraderError):
-        asyncio.run(play(Ungraded))
-    assert asyncio.run(play(GradedElsewhere)) == 0.5
+        await play(Ungraded)
+    assert await play(GradedElsewhere) == 0.5

@@ -11,6 +11,7 @@ from sample_envs import Workshop
 
 from agentrl.env import Environment
 from agentrl.env.protocol import CreateRequest, StepRequest, TaskSpec
+from agentrl.env.sessions import capacity as capacity_module
 from agentrl.env.sessions.capacity import Capacity
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.errors import EnvUnavailable
@@ -118,8 +119,9 @@ async def test_on_a_full_process_nobody_overtakes_at_all():
     assert order == ["other", "small"]
 
 
-async def test_waiting_is_bounded_in_time_and_length():
-    capacity = Capacity(max_wait_s=0.5, max_waiting=2)
+async def test_waiting_is_bounded_in_time_and_length(monkeypatch):
+    monkeypatch.setattr(capacity_module, "MAX_WAITING", 2)
+    capacity = Capacity(max_wait_s=0.5)
     await fill(capacity, Small, 4)
     started = time.monotonic()
     waiting = [asyncio.ensure_future(capacity.acquire(Small, 60.0)) for _ in range(2)]

@@ -21,11 +21,12 @@ from urllib.parse import urlsplit
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment, call_method, load_config
 from agentrl.env.episode import start_episode, take_turn
-from agentrl.env.protocol import CreateRequest, EnvInfo, SessionReply, StepReply, TaskSpec
+from agentrl.env.protocol import CreateRequest, EnvInfo, StepRequest, TaskSpec
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.threads import default_pool
 from agentrl.env.tools import tools_of
 from agentrl.env.transport import Http, InProcess, Transport
+from agentrl.env.values import short
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
 
@@ -149,8 +150,12 @@ class Subject:
             return running.result()
         running.cancel()
         running.add_done_callback(lambda late: late.cancelled() or late.exception())
+        raise self.hung("a step" if kind == "step" else "reset or get", seconds)
+
+    def hung(self, what: str, seconds: float) -> Hangs:
+        """Returns the failure of a call that did not return, and has no further episode played."""
         self.hangs = True
-        raise Hangs("a step" if kind == "step" else "reset or get", seconds)
+        return Hangs(what, seconds)
 
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[Transport]:
@@ -195,28 +200,6 @@ class Subject:
             split = names[number % len(names)]
             specs.append(TaskSpec(split, (number // len(names)) % (sizes[split] or count)))
         return specs
-
-    async def open(
-        self, transport: Transport, spec: TaskSpec, seed: int = 0, *, lease_s: float = LEASE_S
-    ) -> SessionReply:
-        """Opens a session of a task.
-
-        Raises:
-            Hangs: the reset did not return in time.
-            EnvError: the session could not be opened.
-        """
-        timeout_s = self.call_timeout_s("reset")
-        request = CreateRequest(
-            self.env_id, spec, seed, self.config, lease_s=lease_s, timeout_s=timeout_s
-        )
-        try:
-            key = secrets.token_hex(16)
-            return (await transport.create(request, key, timeout_s + CLOSE_TIMEOUT_S)).sessions[0]
-        except EnvError as error:
-            if error.code != "reset_timeout":
-                raise
-            self.hangs = True
-            raise Hangs("reset", timeout_s) from None
 
     async def task(self, spec: TaskSpec) -> Task:
         """Returns the whole task, reference included, from the author's `get`.
@@ -298,47 +281,38 @@ class Subject:
             Hangs: a reset or step did not return in time.
         """
         actions = await self.moves(spec, seed) if actions is None else actions
+        reset_s, step_s = self.call_timeout_s("reset"), self.call_timeout_s("step")
+        create = CreateRequest(
+            self.env_id, spec, seed, self.config, lease_s=LEASE_S, timeout_s=reset_s
+        )
+        events: list[Event] = []
+        session = None
         try:
-            opened = await self.open(transport, spec, seed)
-        except EnvError as error:
-            return [to_event(error)]
-        finally:
-            if opened_too is not None:
-                await opened_too.wait()
-        events: list[Event] = [{"observation": opened.observation, "tools": opened.tools}]
-        try:
+            try:
+                key = secrets.token_hex(16)
+                created = await transport.create(create, key, reset_s + CLOSE_TIMEOUT_S)
+                (session,) = created.sessions
+            finally:
+                if opened_too is not None:
+                    await opened_too.wait()
+            events.append({"observation": session.observation, "tools": session.tools})
             for number, action in enumerate(actions):
                 last = truncate and number + 1 == len(actions)
-                events.append(await self.step(transport, opened.id, number, action, last))
+                request = StepRequest(number, action, step_s, last)
+                reply = await transport.step(session.id, request, step_s + CLOSE_TIMEOUT_S)
+                events.append(protocol.as_json(reply))
                 if is_over(events[-1]):
                     break
-        finally:
-            await transport.delete(opened.id, CLOSE_TIMEOUT_S)
-        return events
-
-    async def step(
-        self,
-        transport: Transport,
-        session_id: str,
-        step: int,
-        action: Action,
-        last: bool = False,
-    ) -> Event:
-        """Returns the reply to one action, or its error as an event.
-
-        Raises:
-            Hangs: the step did not return in time.
-        """
-        timeout_s = self.call_timeout_s("step")
-        request = protocol.StepRequest(step, action, timeout_s, last)
-        try:
-            reply = await transport.step(session_id, request, timeout_s + CLOSE_TIMEOUT_S)
         except EnvError as error:
+            if error.code == "reset_timeout":
+                raise self.hung("reset", reset_s) from None
             if error.code == "step_timeout" and "its timeout_s" not in str(error):
-                self.hangs = True
-                raise Hangs("a step", timeout_s) from None
-            return to_event(error)
-        return to_event(reply)
+                raise self.hung("a step", step_s) from None
+            events.append({"error": error.code, "status": error.status, "detail": str(error)})
+        finally:
+            if session is not None:
+                await transport.delete(session.id, CLOSE_TIMEOUT_S)
+        return events
 
     async def play_direct(
         self, spec: TaskSpec, actions: list[Action] | None, seed: int = 0
@@ -413,12 +387,6 @@ def task_as_json(task: Any) -> JSON:
     return protocol.as_json(task)
 
 
-def short(value: object, limit: int = 160) -> str:
-    """Returns a value as text of at most `limit` characters, plus an ellipsis if it was cut."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
-
-
 def place(spec: TaskSpec) -> str:
     """Returns the name of a task in reports."""
     return f"task {spec.split}/{spec.index}"
@@ -426,13 +394,6 @@ def place(spec: TaskSpec) -> str:
 
 def tool_name(spec: Mapping[str, Any]) -> str:
     return spec["function"]["name"]
-
-
-def to_event(reply: StepReply | EnvError) -> Event:
-    """Returns a reply or an error as an event."""
-    if isinstance(reply, EnvError):
-        return {"error": reply.code, "status": reply.status, "detail": str(reply)}
-    return protocol.as_json(reply)
 
 
 def is_over(event: Event) -> bool:

@@ -60,11 +60,7 @@ def make_app(
         environments: classes, or names for `agentrl.env.registry.resolve`.
         token: the token that clients must present; None or blank: none is needed.
         loopback_only: refuse requests for another host than a loopback one, or from another origin.
-        max_sessions: see `SessionManager`, as for the next four.
-        worker_threads: most threads for plain `def` methods, over all sessions.
-        config: environment id -> values that every session's configuration starts from.
-        max_wait_s: seconds that a creation waits for capacity before it is `at_capacity`.
-        name: prefix of the session ids.
+        max_sessions: as for `SessionManager`, like worker_threads, config, max_wait_s and name.
         max_body_bytes: larger requests are refused.
 
     Raises:

@@ -26,17 +26,11 @@ _RETRY_AFTER_S = 1.0
 class Capacity:
     """Counts the sessions of one process. Used from one event loop."""
 
-    def __init__(
-        self,
-        max_sessions: int | None = None,
-        max_wait_s: float = MAX_WAIT_S,
-        max_waiting: int = MAX_WAITING,
-    ) -> None:
+    def __init__(self, max_sessions: int | None = None, max_wait_s: float = MAX_WAIT_S) -> None:
         """
         Args:
             max_sessions: limit over all environments; None: only each environment's own limit.
             max_wait_s: most seconds that a creation waits.
-            max_waiting: most creations that wait at a time.
         """
         self.live: Counter[str] = Counter()
         """Environment id -> its sessions; a session counts until its instance is closed."""
@@ -45,7 +39,6 @@ class Capacity:
         """Refuse every further creation with `draining`."""
         self._max_sessions = max_sessions
         self._max_wait_s = max_wait_s
-        self._max_waiting = max_waiting
         self._process = asyncio.Semaphore(sys.maxsize if max_sessions is None else max_sessions)
         self._environments: dict[str, asyncio.Semaphore] = {}
         self._resets: dict[str, asyncio.Semaphore] = {}
@@ -70,7 +63,7 @@ class Capacity:
             EnvError: `at_capacity`: the queue is full, or nothing became free in time; `draining`:
                 the server is shutting down.
         """
-        if self.num_waiting >= self._max_waiting:
+        if self.num_waiting >= MAX_WAITING:
             raise self._full(environment, f"{self.num_waiting} creations are waiting")
         wait_s = min(timeout_s / 2, self._max_wait_s)
         self.num_waiting += 1

@@ -166,10 +166,10 @@ async def episode(client, env_id, config, split, index, actions):
     return said
 
 
-async def both(env_id, there, url, token, config, split, index, actions):
-    async with connect() as here_client, connect(url, token=token) as there_client:
-        here = await episode(here_client, env_id, config, split, index, actions)
-        assert here == await episode(there_client, there, config, split, index, actions)
+async def both(server, *where):
+    async with connect() as here_client, connect(server.url, token="t0ken") as there_client:
+        here = await episode(here_client, *where)
+        assert here == await episode(there_client, *where)
     return here
 
 
@@ -183,7 +183,7 @@ def test_a_built_in_environment_is_the_same_from_its_image(built, env_id, played
         if env_id == "math":
             task = resolve("math")(config).get(split, index)
             actions = [Action(text=f"#### {task.reference}")]
-        said = asyncio.run(both(env_id, env_id, server.url, "t0ken", config, split, index, actions))
+        said = asyncio.run(both(server, env_id, config, split, index, actions))
         assert "reward=1." in said[-1], said[-1]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{server.url}/v1/envs", timeout=5)
@@ -200,9 +200,7 @@ def test_a_project_of_env_init_is_the_same_from_its_image(built, project, monkey
         here = resolve("image_test_env.env:ImageTestEnv")
         assert issubclass(here, Environment)
         actions = [Action(tool_calls=(ToolCall("a", "answer", {"number": 42}),))]
-        said = asyncio.run(
-            both("image-test-env", "image-test-env", server.url, "t0ken", {}, "test", 41, actions)
-        )
+        said = asyncio.run(both(server, "image-test-env", {}, "test", 41, actions))
         assert "reward=1.0" in said[-1]
     finally:
         stop_servers([server])
