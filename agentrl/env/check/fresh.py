@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from agentrl import user_modules
@@ -74,10 +73,8 @@ async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
 
 async def _run(request: dict[str, Any], hash_seed: str) -> FreshRun | None:
     with tempfile.TemporaryDirectory(prefix="agentrl-fresh-", ignore_cleanup_errors=True) as folder:
-        file = Path(folder, "request.json")
-        file.write_text(json.dumps(request))
         status, out, _ = await run_guarded(
-            [sys.executable, "-m", "agentrl.env.check.fresh", str(file)],
+            [sys.executable, "-m", "agentrl.env.check.fresh", json.dumps(request)],
             grace_s=0.0,
             timeout_s=TIMEOUT_S,
             max_bytes=sys.maxsize,
@@ -114,7 +111,7 @@ async def _play(request: dict[str, Any]) -> FreshRun:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the environment's own prints must not mix with the answer
-    request = json.loads(Path(sys.argv[1]).read_bytes())
+    request = json.loads(sys.argv[1])
     sys.path[:] = request["path"]
     with contextlib.suppress(AgentRLError):
         json.dump(dataclasses.asdict(asyncio.run(_play(request))), answers)

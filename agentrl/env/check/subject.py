@@ -60,17 +60,6 @@ class CheckFailed(Exception):
         self.cause = cause or observed
 
 
-class Hangs(CheckFailed):
-    """A call did not return."""
-
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__(
-            f"{what} had not returned after {seconds:g} s",
-            "find the call that hangs with `agentrl env play`, and give it a time limit; if it "
-            "needs this long, set reset_timeout_s or step_timeout_s of the class",
-        )
-
-
 class CheckSkipped(Exception):
     """A check does not apply; `str()` is the reason."""
 
@@ -141,7 +130,7 @@ class Subject:
         """Waits for a call of the author's code and returns its result.
 
         Raises:
-            Hangs: it did not return in time.
+            CheckFailed: it did not return in time.
         """
         running = asyncio.ensure_future(awaitable)
         seconds = self.call_timeout_s(kind)
@@ -152,10 +141,14 @@ class Subject:
         running.add_done_callback(lambda late: late.cancelled() or late.exception())
         raise self.hung("a step" if kind == "step" else "reset or get", seconds)
 
-    def hung(self, what: str, seconds: float) -> Hangs:
+    def hung(self, what: str, seconds: float) -> CheckFailed:
         """Returns the failure of a call that did not return, and has no further episode played."""
         self.hangs = True
-        return Hangs(what, seconds)
+        return CheckFailed(
+            f"{what} had not returned after {seconds:g} s",
+            "find the call that hangs with `agentrl env play`, and give it a time limit; if it "
+            "needs this long, set reset_timeout_s or step_timeout_s of the class",
+        )
 
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[Transport]:
@@ -206,7 +199,7 @@ class Subject:
 
         Raises:
             CheckSkipped: the environment is behind a URL.
-            Hangs: `get` did not return in time.
+            CheckFailed: `get` did not return in time.
         """
         assert spec.split is not None and spec.index is not None
         key = (spec.split, spec.index)
@@ -278,7 +271,7 @@ class Subject:
             The first event and one per action; an error is the last event.
 
         Raises:
-            Hangs: a reset or step did not return in time.
+            CheckFailed: a reset or step did not return in time.
         """
         actions = await self.moves(spec, seed) if actions is None else actions
         reset_s, step_s = self.call_timeout_s("reset"), self.call_timeout_s("step")
@@ -326,7 +319,7 @@ class Subject:
             What the author's methods returned.
 
         Raises:
-            Hangs: a method did not return in time.
+            CheckFailed: a method did not return in time.
         """
         instance = self.instance()
         played = Direct()
