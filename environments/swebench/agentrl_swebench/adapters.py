@@ -189,9 +189,17 @@ REFUSED = {
 """Messages for kinds of rows that cannot be converted."""
 SWE_GYM_REPOS = frozenset(
     (
-        *("pandas-dev/pandas", "getmoto/moto", "python/mypy", "iterative/dvc", "dask/dask"),
-        *("Project-MONAI/MONAI", "pydantic/pydantic", "conan-io/conan", "modin-project/modin"),
-        *("facebookresearch/hydra", "bokeh/bokeh"),
+        "pandas-dev/pandas",
+        "getmoto/moto",
+        "python/mypy",
+        "iterative/dvc",
+        "dask/dask",
+        "Project-MONAI/MONAI",
+        "pydantic/pydantic",
+        "conan-io/conan",
+        "modin-project/modin",
+        "facebookresearch/hydra",
+        "bokeh/bokeh",
     )
 )
 
