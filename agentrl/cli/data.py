@@ -93,7 +93,6 @@ def _row(row: dict[str, Any], data_set: DataSet, name: str) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]], split: str) -> None:
-    """Writes rows with a progress bar."""
     import orjson
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -297,7 +297,6 @@ def _advice(played: Sequence[Played], section: AgentSection) -> Iterator[str]:
 
 
 def _call(tool: ToolSpec, call_id: str) -> Any:
-    """Returns a call of a tool with made-up arguments."""
     function: Any = tool["function"]
     schemas = function.get("parameters", {}).get("properties") or {}
     arguments = {name: _value(schema) for name, schema in schemas.items()}
@@ -306,7 +305,6 @@ def _call(tool: ToolSpec, call_id: str) -> Any:
 
 
 def _value(schema: Any) -> Any:
-    """Returns a valid example value for a parameter."""
     if not isinstance(schema, dict):
         return "x"
     if isinstance(schema.get("enum"), list) and schema["enum"]:

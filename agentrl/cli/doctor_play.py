@@ -102,7 +102,6 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
 def _found(
     trajectories: list[Trajectory], config: RunConfig, measured: dict[str, float]
 ) -> Iterator[Finding]:
-    """Yields what the rules of a run find in these episodes."""
     errors = [t.error.message for t in trajectories if t.error is not None]
     seen = Evidence.of_batch(trajectories, config.model_dump(), measured)
     for rule, finding in findings(seen).values():

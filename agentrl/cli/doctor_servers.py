@@ -274,7 +274,6 @@ def _client(url: str, token: str | None = None) -> httpx.AsyncClient:
 
 
 async def _get(http: httpx.AsyncClient, path: str) -> httpx.Response | None:
-    """Returns the answer to a request; None if there is none."""
     try:
         return await http.get(path)
     except httpx.RequestError:

@@ -115,7 +115,6 @@ def import_file(path: Path, trainer: str | None = None) -> Imported:
 
 
 def _take_rows(found: Imported) -> None:
-    """Records every setting by its row of the table."""
     rows = found.peer.rows
     unknown, placed = {}, []
     for theirs, value in found.given.items():
@@ -139,7 +138,6 @@ def _take_rows(found: Imported) -> None:
 
 
 def _take(found: Imported, row: Row, value: Any) -> None:
-    """Records one setting."""
     was = f"{row.theirs} = {_shown(value)}"
     needs_nothing = row.note.startswith("nothing")
     line = ""
@@ -258,7 +256,6 @@ def _trl_environment(found: Imported) -> None:
 
 
 def _trl_rewards(found: Imported) -> None:
-    """Names the reward functions that the script defines."""
     if (functions := found.given.get("reward_funcs")) is None:
         return
     path = found.path

@@ -367,7 +367,8 @@ class GroupScheduler:
 
         if not waiting:
             return [ended[episode.trajectory_id] for episode in episodes]
-        num_workers = min(self.max_concurrent, await self._num_sessions(), len(waiting))
+        num_sessions = (await self.env.info(self.env_id, self.env_config)).max_sessions
+        num_workers = min(self.max_concurrent, num_sessions, len(waiting))
         policy.reserve(num_workers)
         self.last_end = time.monotonic()
         try:
@@ -379,7 +380,3 @@ class GroupScheduler:
             for task in scoring:
                 task.cancel()
         return [ended[e.trajectory_id] for e in episodes if e.trajectory_id in ended]
-
-    async def _num_sessions(self) -> int:
-        """Returns how many sessions all servers of the environment can hold at a time."""
-        return (await self.env.info(self.env_id, self.env_config)).max_sessions

@@ -266,7 +266,6 @@ def _numbers_of(metrics: Mapping[str, float], evaluated: Mapping[str, float]) ->
 
 
 def _course(label: str, points: Sequence[tuple[int, float]]) -> str:
-    """Returns the first, last and best value of a curve as a sentence."""
     (first_step, first), (last_step, last) = points[0], points[-1]
     best_step, best = max(points, key=lambda point: point[1])
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from agentrl.errors import DataError
@@ -101,17 +102,13 @@ def matrix(runs: Sequence[RunFiles], show: str, offset: int) -> dict[str, Any]:
                 "task_id": task,
                 "shares": shares,
                 "samples": [
-                    [_sample(entry, least) for entry in _in_order(cell)]
+                    [_sample(each, least) for each in sorted(cell, key=attrgetter("trajectory_id"))]
                     for cell, least in zip(row, thresholds, strict=True)
                 ],
             }
             for task, row, shares in found[offset : offset + PAGE]
         ],
     }
-
-
-def _in_order(cell: Sequence[TrajectoryEntry]) -> list[TrajectoryEntry]:
-    return sorted(cell, key=lambda entry: entry.trajectory_id)
 
 
 def _sample(entry: TrajectoryEntry, threshold: float) -> dict[str, Any]:

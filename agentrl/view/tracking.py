@@ -285,7 +285,6 @@ def _open_sink(
     project: str,
     config: dict[str, JSON],
 ) -> Sink:
-    """Opens a tracker under `run_dir`. See `MetricsWriter`."""
     if sink not in ("tensorboard", "wandb", "trackio"):
         raise ConfigError(
             f"track.sinks: unknown sink {sink!r}; there are 'tensorboard', 'wandb' and 'trackio'"
