@@ -32,9 +32,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import Generation, SamplingParams
@@ -174,11 +172,7 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.shutdown)
 
     def _check(self, request_id: str, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        """Refuses an invalid request, before it can make a round fail for others.
-
-        Raises:
-            InferenceError: the request is invalid, or the engine is closed.
-        """
+        """Refuses an invalid request, before it can make a round fail for others."""
         problem = None
         if self._closed:
             problem = "the embedded engine was closed"

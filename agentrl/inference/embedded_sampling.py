@@ -32,11 +32,7 @@ from agentrl.types import FinishReason, ShownImage
 
 # cuDNN's attention is left out: it plans again for every number of tokens in the cache. On an H200
 # its first round of 64 turns took 4.1 s, a later one 0.25 s.
-_ATTENTION = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(slots=True, frozen=True)
@@ -372,12 +368,8 @@ def _uniforms(requests: list[SampleRequest], seed: int) -> np.ndarray:
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns the token (B, 1) at each uniform number (B, 1) of the cumulative distribution.
-
-    Args:
-        logprobs: (B, V). Probabilities are summed in float64, because float32 sums over a large
-            vocabulary lose rare tokens.
-    """
+    """Returns the token (B, 1) at each uniform number (B, 1) of the distribution `logprobs` (B, V).
+    Sums are float64, because float32 sums over a large vocabulary lose rare tokens."""
     cumulative = logprobs.double().exp().cumsum(-1)
     symbols = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     return symbols.clamp(max=logprobs.shape[-1] - 1)

@@ -26,12 +26,7 @@ import httpx
 
 from agentrl.errors import InferenceError
 from agentrl.inference.http import make_client
-from agentrl.inference.program import (
-    Program,
-    ServerSettings,
-    server_environment,
-    share_of_devices,
-)
+from agentrl.inference.program import Program, ServerSettings, server_environment, share_of_devices
 from agentrl.inference.vllm_command import VLLM
 from agentrl.runtime import guarded, kill_group, retry, run_guarded, start_group
 
@@ -156,11 +151,7 @@ class ServerLauncher:
 
     async def _require_package(self) -> tuple[str, int]:
         """Returns the kind of device that servers compute on (`cpu`, `cuda`, ...) and how many
-        devices they see.
-
-        Raises:
-            InferenceError: the interpreter cannot be run or does not have the package.
-        """
+        devices they see."""
         python, package = self._settings.python, self._program.package
         remedy = (
             "set --inference.python to the interpreter of a virtual environment with "
@@ -213,12 +204,6 @@ class ServerLauncher:
             )
 
     async def _until_ready(self, server: _Server) -> None:
-        """Waits until the server answers.
-
-        Raises:
-            InferenceError: it ended, or did not answer within `startup_timeout_s`.
-        """
-
         async def look(_: float) -> None:
             assert server.process is not None
             status = server.process.poll()
@@ -301,11 +286,6 @@ class ServerLauncher:
         return True
 
     def _count_restart(self, server: _Server, reason: str) -> None:
-        """Counts a restart that is about to be tried.
-
-        Raises:
-            _GivenUp: there were MAX_RESTARTS_PER_HOUR within the last hour.
-        """
         now = time.monotonic()
         server.restarted_at = [at for at in server.restarted_at if at > now - 3600]
         if len(server.restarted_at) >= MAX_RESTARTS_PER_HOUR:

@@ -312,9 +312,6 @@ class ServerEngine:
             part_id: the id of this part of the request; the request's own for the first part.
             request_id: decides the server.
             min_version: version of the tokens before; versions never decrease within a sequence.
-
-        Raises:
-            InferenceError: as for `generate`.
         """
         faults = Faults()
 
@@ -393,12 +390,7 @@ class ServerEngine:
                 f"{error_message(answer.body)}"
             )
         sampled = read_sampled(
-            endpoint,
-            server.url,
-            answer.body,
-            prompt_ids,
-            sampling.max_tokens,
-            self._vocab_size,
+            endpoint, server.url, answer.body, prompt_ids, sampling.max_tokens, self._vocab_size
         )
         if endpoint != COMPLETIONS:
             versions = self._versions(server, sampled, expected_version)
@@ -436,9 +428,6 @@ class ServerEngine:
 
         All requests wait for the same renewal. Cancelling them does not stop it, because a server
         in the middle of an update answers no requests.
-
-        Raises:
-            Unavailable: the server cannot be brought up to date now.
         """
         if server.renewal is None or server.renewal.done():
             server.renewal = asyncio.create_task(self._renewal(server))
@@ -452,11 +441,7 @@ class ServerEngine:
         server.in_doubt = False
 
     async def _renew_at(self, url: str, version: int) -> None:
-        """Sends the current weights to a server, unless its label is this version or a newer one.
-
-        Raises:
-            Unavailable: the server cannot be reached now, or the weights could not be sent.
-        """
+        """Sends the current weights to a server, unless its label is this version or newer."""
         assert self.resync is not None
         label = None
         try:
@@ -494,11 +479,7 @@ class ServerEngine:
         )
 
     async def _post(self, server: Server, path: str, body: bytes) -> Answer:
-        """Sends a request and returns the complete answer, with a status below 500 and not 429.
-
-        Raises:
-            Unavailable, Failed: see their docstrings.
-        """
+        """Sends a request and returns the complete answer, with a status below 500 and not 429."""
         try:
             answer = await self._http.request("POST", server.url + path, body)
         except ConnectionFailed as error:
@@ -540,12 +521,7 @@ class ServerEngine:
         raise NotImplementedError
 
     async def _require_pixels(self, server: Server, endpoint: Endpoint) -> None:
-        """Checks that the server reads images' pixels as they are sent.
-
-        Raises:
-            InferenceError: it would change the pixels, or does not take images.
-            Unavailable, Failed: see their docstrings.
-        """
+        """Checks that the server reads images' pixels as they are sent."""
         if endpoint != GENERATE:
             raise InferenceError(
                 f"{server.url}: images need {GENERATE}, which the server does not offer; start it "
@@ -577,10 +553,6 @@ class ServerEngine:
 
         A server whose weights were never changed labels them with a word. After a restart it uses
         that word again, or an older number, and its samples must not be trained on.
-
-        Raises:
-            OldWeights: the tokens may come from weights older than `expected_version`.
-            InferenceError: the spans do not cover the tokens, or are newer than `sent_version`.
         """
         spans, num_tokens = sampled.spans, len(sampled.token_ids)
         labels = [version_number(span.version) for span in spans]

@@ -127,13 +127,7 @@ class ServerPool:
         return server
 
     def after_fault(
-        self,
-        server: Server,
-        error: Exception,
-        faults: Faults,
-        *,
-        request_id: str,
-        can_resync: bool,
+        self, server: Server, error: Exception, faults: Faults, *, request_id: str, can_resync: bool
     ) -> TryAgain | InferenceError:
         """Notes a server's fault and decides whether the call is tried again.
 

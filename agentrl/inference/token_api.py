@@ -12,6 +12,7 @@ Rollouts, the probe after a weight update, and a teacher on a server all use thi
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import math
@@ -226,12 +227,7 @@ Shape = TypeVar("Shape")
 
 _FINISH_REASONS: dict[str, FinishReason] = {reason: reason for reason in get_args(FinishReason)}
 
-_generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
-_completion_decoder = msgspec.json.Decoder(_CompletionAnswer)
-_sglang_decoder = msgspec.json.Decoder(_SGLangAnswer)
-_weight_info_decoder = msgspec.json.Decoder(_WeightInfo)
-_models_decoder = msgspec.json.Decoder(_Models)
-_tokens_decoder = msgspec.json.Decoder(_Tokens)
+_decoder = functools.cache(msgspec.json.Decoder)
 _encoder = msgspec.json.Encoder()
 
 
@@ -317,12 +313,12 @@ def read_sampled(
             log-probabilities.
     """
     if endpoint == SGLANG:
-        sampled = _read_sglang(url, _decode(_sglang_decoder, url, body))
+        sampled = _read_sglang(url, _decode(_SGLangAnswer, url, body))
     elif endpoint == GENERATE:
-        answer = _decode(_generate_decoder, url, body)
+        answer = _decode(_GenerateAnswer, url, body)
         sampled = _read_generate(url, _only_choice(url, answer.choices), answer.prompt_logprobs)
     else:
-        choice = _only_choice(url, _decode(_completion_decoder, url, body).choices)
+        choice = _only_choice(url, _decode(_CompletionAnswer, url, body).choices)
         sampled = _read_completion(url, choice, prompt_ids)
     _check(url, sampled, max_tokens, vocab_size)
     return sampled
@@ -369,8 +365,8 @@ def read_prompt_logprobs(endpoint: Endpoint, url: str, body: bytes) -> PromptLog
         NotJSON, InferenceError: as for `read_sampled`.
     """
     if endpoint == SGLANG:
-        return _sglang_prompt(_decode(_sglang_decoder, url, body).meta_info)
-    return _only_choice(url, _decode(_completion_decoder, url, body).choices).prompt_logprobs
+        return _sglang_prompt(_decode(_SGLangAnswer, url, body).meta_info)
+    return _only_choice(url, _decode(_CompletionAnswer, url, body).choices).prompt_logprobs
 
 
 def read_likeliest(url: str, body: bytes) -> float:
@@ -379,7 +375,7 @@ def read_likeliest(url: str, body: bytes) -> float:
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
     """
-    likeliest = _decode(_sglang_decoder, url, body).meta_info.output_top_logprobs
+    likeliest = _decode(_SGLangAnswer, url, body).meta_info.output_top_logprobs
     if not likeliest or not likeliest[0] or likeliest[0][0][0] is None:
         raise InferenceError(f"{url}: the answer has no log-probabilities of likely tokens")
     return likeliest[0][0][0]
@@ -392,7 +388,7 @@ def read_weight_version(url: str, body: bytes) -> str | int | None:
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
     """
-    return _decode(_weight_info_decoder, url, body).weight_version
+    return _decode(_WeightInfo, url, body).weight_version
 
 
 def read_context(url: str, body: bytes) -> int | None:
@@ -402,7 +398,7 @@ def read_context(url: str, body: bytes) -> int | None:
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
     """
-    models = _decode(_models_decoder, url, body).data
+    models = _decode(_Models, url, body).data
     return min((each.max_model_len for each in models if each.max_model_len), default=None)
 
 
@@ -412,18 +408,12 @@ def read_tokens(url: str, body: bytes) -> list[int]:
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
     """
-    return _decode(_tokens_decoder, url, body).tokens
+    return _decode(_Tokens, url, body).tokens
 
 
-def _decode(decoder: msgspec.json.Decoder[Shape], url: str, body: bytes) -> Shape:
-    """Decodes an answer.
-
-    Raises:
-        NotJSON: see its docstring.
-        InferenceError: the JSON has another shape than expected.
-    """
+def _decode(shape: type[Shape], url: str, body: bytes) -> Shape:
     try:
-        return decoder.decode(body)
+        return _decoder(shape).decode(body)
     except msgspec.ValidationError as error:
         raise InferenceError(
             f"{url}: the answer has another shape than expected: {error}; is it the server that "

@@ -35,11 +35,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PretrainedConfig,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -446,10 +442,7 @@ def _in_one_call(
 
 
 def _grouped(query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
-    """Returns the argument with which `varlen_attn` accepts fewer heads of keys than of queries.
-
-    Heads are in dimension 1 of both.
-    """
+    """Returns the argument with which `varlen_attn` accepts fewer heads (dimension 1) of keys."""
     return {"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_ENABLE_GQA else {}
 
 

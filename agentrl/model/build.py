@@ -69,10 +69,7 @@ def build(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Network[Critic]: ...
 def build(
-    path: str,
-    role: str,
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    path: str, role: str, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Network:
     """Builds a network. Every rank calls it and gets its part.
 
@@ -140,11 +137,7 @@ def build(
 
 
 def _prepare_policy(model: PreTrainedModel, config: RunConfig) -> None:
-    """Freezes what is not to be trained, and adds the adapter.
-
-    Raises:
-        ConfigError: the model does not support what the run file asks for.
-    """
+    """Freezes what is not to be trained, and adds the adapter."""
     section = config.model
     if not section.freeze_tower:
         train_tower(model)

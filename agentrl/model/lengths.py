@@ -149,29 +149,22 @@ def within_reach(model: PreTrainedModel, max_tokens: int | None = None) -> Itera
         if isinstance(config, PretrainedConfig):
             for part in (config, config.get_text_config()):
                 owners[id(part)] = part
-    changed: list[tuple[Any, str, Any]] = []
-    tables: list[tuple[dict[str, Any], Any]] = []
-    try:
+    with contextlib.ExitStack() as put_back:
         for owner in owners.values():
             for name, probed in PROBED_THRESHOLDS.items():
                 value = getattr(owner, name, None)
                 if _is_reached(value, probed, max_tokens):
-                    changed.append((owner, name, value))
+                    put_back.callback(setattr, owner, name, value)
                     setattr(owner, name, probed)
                     if name == "floor_scale":
-                        changed.append((owner, "attn_scale", owner.attn_scale))
+                        put_back.callback(setattr, owner, "attn_scale", owner.attn_scale)
                         owner.attn_scale = _PROBED_SCALE
             for table in _rope_tables(owner):
                 value = table.get(_ORIGINAL)
                 if _is_reached(value, PROBED_THRESHOLDS[_ORIGINAL], max_tokens):
-                    tables.append((table, value))
+                    put_back.callback(table.__setitem__, _ORIGINAL, value)
                     table[_ORIGINAL] = PROBED_THRESHOLDS[_ORIGINAL]
         yield
-    finally:
-        for owner, name, value in changed:
-            setattr(owner, name, value)
-        for table, value in tables:
-            table[_ORIGINAL] = value
 
 
 def _is_reached(value: object, probed: int, max_tokens: int | None) -> bool:

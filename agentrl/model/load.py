@@ -221,11 +221,7 @@ def load_model(
 def _read(
     path: str, *, dtype: torch.dtype, device: torch.device, parallel: ParallelSection | None
 ) -> PreTrainedModel:
-    """Reads a model's weights, see `load_model`.
-
-    Raises:
-        ConfigError: it is quantised or incomplete, or transformers cannot load it.
-    """
+    """Reads a model's weights, see `load_model`."""
     _require_model_files(path)
     in_rows = parallel is not None and not parallel.splits_layers
     if is_adapter(path) and (parallel is None or in_rows):
@@ -311,9 +307,6 @@ def _form_of(path: str, max_tokens: int | None) -> Any:
 
     Returns:
         Its implementations of attention and experts, and its `logit_shape`.
-
-    Raises:
-        ConfigError: it cannot.
     """
     form: Any = None
     with ranks.failing_together():
@@ -331,11 +324,7 @@ def _form_of(path: str, max_tokens: int | None) -> Any:
 def _stand_in(path: str, max_tokens: int | None) -> PreTrainedModel:
     """Builds a model of the same configuration in float32, with random weights that all layers
     share. So it takes the memory of one layer, the embedding and the head, and computes as the
-    model does.
-
-    Raises:
-        ConfigError: see `load_model`.
-    """
+    model does."""
     config = model_config(path)
     _require_unquantised(config, path)
     without_dropout(config)

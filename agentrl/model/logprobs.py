@@ -263,12 +263,7 @@ def backbone_hidden(
 
 def _decoder_inputs(model: PreTrainedModel, micro: MicroBatch) -> list[DecoderInputs]:
     """Returns the decoder's inputs for each segment, with images turned into embeddings. An image
-    that several rows show is computed once.
-
-    Raises:
-        ConfigError: several ranks share the model or its rows, or its family is not exact on
-            images.
-    """
+    that several rows show is computed once."""
     if hasattr(model, "fsdp_logprobs") or context.of(model).size > 1:
         raise ConfigError(
             "rows with images are trained on one rank only; start one process, with "

@@ -113,16 +113,9 @@ def divided(
 
 
 def _require_plan(
-    family: type[PreTrainedModel],
-    config: PretrainedConfig,
-    path: str,
-    parallel: ParallelSection,
+    family: type[PreTrainedModel], config: PretrainedConfig, path: str, parallel: ParallelSection
 ) -> None:
-    """Checks that the model's family says how it is divided, and that its numbers can be.
-
-    Raises:
-        ConfigError: it does not, or they cannot.
-    """
+    """Checks that the model's family says how it is divided, and that its numbers can be."""
     name, text = family.__name__, config.get_text_config()
     remedy = "divide it with train.parallel.data and context only"
     if is_adapter(path):

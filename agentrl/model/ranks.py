@@ -5,7 +5,7 @@ MASTER_ADDR and MASTER_PORT. Rank 0 drives the run: it plays, writes and decides
 it (`agentrl.train.follow`): they wait for its next command and do their part of the work. Without
 those variables there is a single rank, and the functions here do nothing.
 
-Ranks exchange JSON and arrays; nothing is unpickled.
+Ranks exchange JSON, msgpack and tensors; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
+import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.numpy import load, save
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore
 
 from agentrl.config import ParallelSection
@@ -146,9 +145,6 @@ def _meet(limit_s: float) -> tuple[Store, int, int]:
 
     Returns:
         A store for this attempt, this rank, and the number of ranks.
-
-    Raises:
-        ConfigError: a rank does not appear within `limit_s` seconds.
     """
     global _launch
     absent: list[int] = []
@@ -242,14 +238,9 @@ def working(work: str, *, breaks: bool = True) -> Iterator[None]:
             raise
 
 
-@contextmanager
-def silent() -> Iterator[None]:
+def silent() -> AbstractContextManager[None]:
     """Keeps other ranks from calling this one lost while the block holds Python's lock for long."""
-    if _watchdog is None:
-        yield
-        return
-    with _watchdog.silent():
-        yield
+    return nullcontext() if _watchdog is None else _watchdog.silent()
 
 
 def moved() -> None:
@@ -319,28 +310,27 @@ def saving_group() -> dist.ProcessGroup | None:
 # commands of rank 0 -------------------------------------------------------------------------------
 
 
-def tell(word: str, content: Any = None, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+def tell(word: str, content: Any = None) -> None:
     """Sends a command to the other ranks; only rank 0 calls it. A single rank sends nothing.
 
     Args:
         word: the command, see `agentrl.train.follow`.
-        content: its arguments, as JSON.
-        arrays: further arguments, by name.
+        content: its arguments, as JSON and bytes.
     """
     if size() == 1:
         return
-    text = np.frombuffer(json.dumps([word, content]).encode(), np.uint8)
-    message = torch.frombuffer(bytearray(save({**(arrays or {}), "": text})), dtype=torch.uint8)
+    encoded = bytearray(msgspec.msgpack.encode([word, content]))
+    message = torch.frombuffer(encoded, dtype=torch.uint8)
     with working(word):  # a stopped rank blocks the sender of a long message
         dist.broadcast(torch.tensor(len(message)), src=0, group=_control)
         dist.broadcast(message, src=0, group=_control)
 
 
-def told() -> tuple[str, Any, dict[str, np.ndarray]]:
+def told() -> tuple[str, Any]:
     """Waits for rank 0's next command; ranks above 0 call it.
 
     Returns:
-        The word, content and arrays of `tell`.
+        The word and content of `tell`.
 
     Raises:
         RuntimeError: rank 0 is gone.
@@ -349,9 +339,8 @@ def told() -> tuple[str, Any, dict[str, np.ndarray]]:
     dist.broadcast(length, src=0, group=_control)
     message = torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(message, src=0, group=_control)
-    arrays = load(message.numpy().tobytes())
-    word, content = json.loads(arrays.pop("").tobytes())
-    return word, content, arrays
+    word, content = msgspec.msgpack.decode(message.numpy().tobytes())
+    return word, content
 
 
 # collectives: every rank calls them ---------------------------------------------------------------

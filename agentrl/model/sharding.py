@@ -233,11 +233,7 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
     # The root is sharded again after the backward pass, which a frozen network does not have.
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
     _divide(
-        module,
-        mesh=mesh,
-        mp_policy=policy,
-        offload_policy=offload,
-        reshard_after_forward=frozen,
+        module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frozen
     )
 
 
@@ -251,11 +247,7 @@ def _divide(module: nn.Module, **how: Any) -> None:
 
 @torch.no_grad()
 def _fill(shards: dict[str, Any], whole: dict[str, nn.Parameter]) -> None:
-    """Fills each shard with the rows that this rank has read, else with those of rank 0's tensor.
-
-    Args:
-        whole: the parameters before they were sharded.
-    """
+    """Fills each shard with the rows that this rank has read, or those of rank 0's tensor."""
     for name, parameter in whole.items():
         shard = shards[name]
         local = shard.to_local()

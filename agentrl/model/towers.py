@@ -145,11 +145,7 @@ class Towers:
         raise ValueError(f"{type(self._model).__name__} does not call its decoder")
 
     def _features_of(self, images: Sequence[ShownImage]) -> Any:
-        """Returns the tower's output for several images, as if it had computed them together.
-
-        Raises:
-            TrainingError: an image has no pixels.
-        """
+        """Returns the tower's output for several images, as if it had computed them together."""
         for image in images:
             if not image.pixels:
                 raise TrainingError(

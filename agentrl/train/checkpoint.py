@@ -164,9 +164,6 @@ def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, JSON
 
     Returns:
         The manifest entries of all ranks' files.
-
-    Raises:
-        OSError: a rank could not write; raised on every rank, and names that one.
     """
     try:
         save(
@@ -564,11 +561,7 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def _verify(folder: Path) -> list[str]:
-    """Checks all files against the manifest and returns their names. Every rank calls this.
-
-    Raises:
-        CheckpointError: a file is missing or damaged; names it.
-    """
+    """Checks all files against the manifest and returns their names. Every rank calls this."""
     files = _read_json(folder / MANIFEST_FILE).get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{folder / MANIFEST_FILE} lists no files")

@@ -157,16 +157,20 @@ async def _engine(
 
         urls = config.inference.urls
         if not urls:
-            from agentrl.train.serving import launcher_of, servable
+            from agentrl.inference.launcher import ServerLauncher
+            from agentrl.train.serving import servable, server_settings
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="agentrl-servers-")))
             base, adapter = servable(path, folder / "model")
             if adapter is not None and config.inference.backend == "sglang":
                 raise ConfigError(
                     f"{path} is an adapter, which is not served with SGLang: merge it (`agentrl "
-                    "merge`), or set inference.backend = 'vllm'"
+                    "export`), or set inference.backend = 'vllm'"
                 )
-            launcher = launcher_of(config, base, log_dir=folder, plugin_dir=None, adapter=adapter)
+            settings = server_settings(
+                config, base, log_dir=folder, plugin_dir=None, adapter=adapter
+            )
+            launcher = ServerLauncher(settings, BACKENDS[config.inference.backend].program)
             await stack.enter_async_context(aclosing(launcher))
             await launcher.start()
             urls = launcher.urls
@@ -190,11 +194,7 @@ async def _engine(
 
 async def _require_servers(engine: ServerEngine) -> None:
     """Waits until every server answers, at most SERVERS_WAIT_S: so no episode is played against
-    none.
-
-    Raises:
-        InferenceError: one does not answer; names the URL.
-    """
+    none."""
     clock = asyncio.get_running_loop().time
     end = clock() + SERVERS_WAIT_S
     while True:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from agentrl import runtime
@@ -35,7 +35,7 @@ from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Saver
 from agentrl.train.profile import Profiler, span
 from agentrl.train.trainer import Trainer, make_trainer
-from agentrl.types import JSON, Sample
+from agentrl.types import Sample
 
 
 def follow(config: RunConfig) -> None:
@@ -51,7 +51,7 @@ def follow(config: RunConfig) -> None:
     trainer: Trainer | None = None
     saver: Saver | None = None
     while True:
-        word, content, arrays = ranks.told()
+        word, content = ranks.told()
         if word == "stop":
             if saver is not None:
                 saver.wait()
@@ -63,19 +63,17 @@ def follow(config: RunConfig) -> None:
                 saver = Saver(trainer.run_dir, in_background=config.run.async_save)
             else:
                 assert trainer is not None and saver is not None
-                _obey(trainer, saver, word, content, arrays)
+                _obey(trainer, saver, word, content)
 
 
-def _obey(
-    trainer: Trainer, saver: Saver, word: str, content: Any, arrays: dict[str, np.ndarray]
-) -> None:
+def _obey(trainer: Trainer, saver: Saver, word: str, content: Any) -> None:
     if word == "learn":
-        step, states, greedy_rewards, plain = content
+        step, states, greedy_rewards, samples = content
         profiler = Profiler(trainer.run_dir, trainer.config.run.profile)
         profiler.start(step)
         try:
             with span("update"):
-                trainer.learn(step, unpacked(plain, arrays), states, greedy_rewards)
+                trainer.learn(step, unpacked(samples), states, greedy_rewards)
         except TrainingError:
             raise SystemExit(1) from None  # rank 0 reports the reason
         finally:
@@ -117,35 +115,22 @@ def _obey(
         raise ValueError(f"rank 0 says {word!r}")
 
 
-def packed(samples: Sequence[Sample]) -> tuple[JSON, dict[str, np.ndarray]]:
-    """Returns samples as JSON and a few arrays, the form in which `ranks.tell` sends them."""
-    plain: dict[str, JSON] = {}
-    arrays = {}
-    for field in fields(Sample):
-        values: list[Any] = [getattr(sample, field.name) for sample in samples]
-        known = [each for each in values if isinstance(each, np.ndarray)]
-        if known:
-            plain[field.name] = [None if each is None else len(each) for each in values]
-            arrays[field.name] = np.concatenate(known)
-        elif field.name == "kept_ids":
-            plain[field.name] = [each and [ids.tolist() for ids in each] for each in values]
-        else:
-            plain[field.name] = values
-    return plain, arrays
+def packed(samples: Sequence[Sample]) -> bytes:
+    """Returns samples as msgpack, the form in which `ranks.tell` sends them."""
+    return msgspec.msgpack.encode(samples, enc_hook=_of_numpy)
 
 
-def unpacked(plain: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Sample]:
-    """Returns the samples that `packed` turned into JSON and arrays."""
-    columns: dict[str, list] = {}
-    for name, values in plain.items():
-        if name in arrays:
-            ends = np.cumsum([length or 0 for length in values])
-            parts = np.split(arrays[name], ends[:-1])
-            values = [None if n is None else part for n, part in zip(values, parts, strict=True)]
-        elif name == "kept_ids":
-            values = [each and [np.asarray(ids, np.int32) for ids in each] for each in values]
-        columns[name] = values
-    return [
-        Sample(**dict(zip(columns, row, strict=True)))
-        for row in zip(*columns.values(), strict=True)
-    ]
+def unpacked(data: bytes) -> list[Sample]:
+    """Returns the samples that `packed` encoded."""
+    return msgspec.msgpack.decode(data, type=list[Sample], dec_hook=_array)
+
+
+def _of_numpy(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return value.dtype.str, value.shape, value.tobytes()
+
+
+def _array(kind: type, content: Any) -> np.ndarray:
+    dtype, shape, data = content
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # not of `bytes`: read-only

@@ -211,7 +211,9 @@ async def _steps(
         # Metrics: with those of an evaluation, if one is due. Callbacks may add some, or stop here.
         is_best = False
         if run.held_out.is_due(step, run.config):
-            metrics |= await _evaluate(run, step, display)
+            metrics |= await run.held_out.play(
+                step, run.mixture, run.policy, run.agents, functools.partial(display.phase, "eval")
+            )
             is_best = run.held_out.record(step, metrics)
         metrics["time/step_s"] = time.perf_counter() - step_started
         end = StepEnd(step, metrics, rollouts.trajectories, run, interrupted, display)
@@ -241,9 +243,7 @@ async def _play(
     """
     before = run.mixture.data_position()
     try:
-        batches = await run.mixture.collect(
-            step, lambda done, total: display.phase("rollout", done, total)
-        )
+        batches = await run.mixture.collect(step, functools.partial(display.phase, "rollout"))
         if "baselines" not in run.config.objective.needs():
             return batches, None
         rewards: dict[str, float] = {}
@@ -295,8 +295,7 @@ def _learn(
         played = [t for group in groups for t in group.trajectories]
         states = {t.trajectory_id: turn_states(t) for t in played}
     if ranks.size() > 1:
-        plain, arrays = packed(samples)
-        ranks.tell("learn", [step, states, greedy_rewards, plain], arrays)
+        ranks.tell("learn", [step, states, greedy_rewards, packed(samples)])
 
     def write_signals(signals: StepSignals) -> None:
         objective = run.config.objective
@@ -308,19 +307,9 @@ def _learn(
             samples,
             states,
             greedy_rewards,
-            on_progress=lambda done, total: outputs.display.phase("train", done, total),
+            on_progress=functools.partial(outputs.display.phase, "train"),
             on_signals=write_signals,
         )
-
-
-async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
-    return await run.held_out.play(
-        step,
-        run.mixture,
-        run.policy,
-        run.agents,
-        lambda done, total: display.phase("eval", done, total),
-    )
 
 
 def _training_metrics(
@@ -339,32 +328,26 @@ def _training_metrics(
         num_computed: tokens that went through the model in updates; a prefix that several samples
             share may count once.
     """
-    metrics = staleness_metrics(samples, current_version=step - 1)
-    metrics |= {
-        "train/samples": len(samples),
-        "train/tokens": sum(len(sample) for sample in samples),
+    metrics = _sample_metrics(samples, step) | {
         "train/packing": packing_of(run.trainer.learner.model),
         "train/updates": run.trainer.learner.num_updates,
         "time/train_s": seconds,
         "train/tokens_per_s": num_computed / seconds,
     }
     for name in filter(None, batches):
-        own = [sample for sample in samples if environment_of(sample.group_id) == name]
-        if not own:
-            continue
-        of_environment = staleness_metrics(own, current_version=step - 1)
-        of_environment["train/samples"] = len(own)
-        of_environment["train/tokens"] = sum(len(sample) for sample in own)
-        metrics |= {f"env/{name}/{key}": value for key, value in of_environment.items()}
+        if own := [each for each in samples if environment_of(each.group_id) == name]:
+            of_environment = _sample_metrics(own, step)
+            metrics |= {f"env/{name}/{key}": value for key, value in of_environment.items()}
     return metrics
 
 
-def _finish(run: Run, finished_step: int, display: Display, *, interrupted: bool) -> None:
-    """Saves the last step of a run that ended early, and shows why it ended.
+def _sample_metrics(samples: list[Sample], step: int) -> dict[str, float]:
+    sizes = {"train/samples": len(samples), "train/tokens": sum(map(len, samples))}
+    return staleness_metrics(samples, current_version=step - 1) | sizes
 
-    Raises:
-        TrainingError: the last step could not be saved.
-    """
+
+def _finish(run: Run, finished_step: int, display: Display, *, interrupted: bool) -> None:
+    """Saves the last step of a run that ended early, and shows why it ended."""
     run.saver.wait()
     reason = run.held_out.reason_to_stop()
     if (interrupted or reason) and finished_step > run.saver.step:

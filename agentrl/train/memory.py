@@ -398,52 +398,24 @@ def remedies(
     checkpointing, for example, bfloat16 weights take more beside their masters than they save.
     """
     smallest = estimate(config, device_type=device_type, num_ranks=num_ranks)
-    steps = [
-        (
-            "model.dtype = 'bfloat16'",
-            "model",
-            {"dtype": "bfloat16"},
-            config.model.dtype == "float32",
-        ),
-        (
-            "model.gradient_checkpointing = true",
-            "model",
-            {"gradient_checkpointing": True},
-            config.model.gradient_checkpointing is not True,
-        ),
-        (
-            f"train.token_budget = {config.rollout.max_context_tokens}",
-            "train",
-            {"token_budget": config.rollout.max_context_tokens},
-            config.train.token_budget > config.rollout.max_context_tokens,
-        ),
-        (
-            "train.optimizer = 'adamw_cpu'",
-            "train",
-            {"optimizer": "adamw_cpu"},
-            config.train.optimizer != "adamw_cpu",
-        ),
-        (
-            "model.lora.rank = 32",
-            "model",
-            {"lora": config.model.lora.model_copy(update={"rank": 32})},
-            not config.model.lora.rank,
-        ),
-        (
-            "model.quantization = 'nf4'",
-            "model",
-            {"quantization": "nf4"},
-            config.model.quantization is None and num_ranks == 1,
-        ),
-        (
-            "train.parallel.context = 8 on 8 devices",
-            "train",
-            {"parallel": config.train.parallel.model_copy(update={"context": 8})},
-            config.train.parallel.context < 8,
-        ),
+    model, train = config.model, config.train
+    longest, lora = config.rollout.max_context_tokens, model.lora.model_copy(update={"rank": 32})
+    parallel = train.parallel.model_copy(update={"context": 8})
+    recomputes, on_host = model.gradient_checkpointing is True, train.optimizer == "adamw_cpu"
+    longer, spread = train.token_budget > longest, train.parallel.context >= 8
+    fewer_bits = model.quantization is None and num_ranks == 1
+    steps: list[tuple[str, dict[str, Any], bool]] = [
+        ("model.dtype = 'bfloat16'", {"dtype": "bfloat16"}, model.dtype == "float32"),
+        ("model.gradient_checkpointing = true", {"gradient_checkpointing": True}, not recomputes),
+        (f"train.token_budget = {longest}", {"token_budget": longest}, longer),
+        ("train.optimizer = 'adamw_cpu'", {"optimizer": "adamw_cpu"}, not on_host),
+        ("model.lora.rank = 32", {"lora": lora}, not model.lora.rank),
+        ("model.quantization = 'nf4'", {"quantization": "nf4"}, fewer_bits),
+        ("train.parallel.context = 8 on 8 devices", {"parallel": parallel}, not spread),
     ]
-    for setting, section, update, helps in steps:
+    for setting, update, helps in steps:
         if helps and (config.model.lora.rank or "quantization" not in update):
+            section = setting.partition(".")[0]
             changed = getattr(config, section).model_copy(update=update)
             tried = config.model_copy(update={section: changed})
             needed = estimate(tried, device_type=device_type, num_ranks=num_ranks)

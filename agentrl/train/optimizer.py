@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config import TrainSection
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.model import ranks
+from agentrl.model.tensors import whole
 from agentrl.train.movement import relative_update
 from agentrl.types import JSON
 
@@ -183,9 +184,9 @@ class Learner(Generic[Model]):
         """Scales the gradients down to `train.max_grad_norm`, and returns their norm before."""
         alike, limit = _by_mesh(self._trained), self.config.max_grad_norm
         if len(alike) == 1:
-            return float(_whole(nn.utils.clip_grad_norm_(self._trained, limit)))
+            return float(whole(nn.utils.clip_grad_norm_(self._trained, limit)))
         gradients = [[p.grad for p in each if p.grad is not None] for each in alike]
-        norms = [_whole(nn.utils.get_total_norm(each)) for each in gradients if each]
+        norms = [whole(nn.utils.get_total_norm(each)) for each in gradients if each]
         total = torch.linalg.vector_norm(torch.stack(norms))
         for each in alike:
             nn.utils.clip_grads_with_norm_(each, limit, total)
@@ -212,11 +213,6 @@ def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     for each in parameters:
         groups.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
     return list(groups.values())
-
-
-def _whole(value: Tensor) -> Tensor:
-    """Returns a norm of all ranks; with shards each knows only its part."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _accumulate(master: Tensor, gradient: Tensor) -> None:

@@ -99,10 +99,7 @@ class Certificate:
         shown = {
             "advantages": (f"{rows} rows", f"{rows} rows"),
             "loss": (f"{self.theirs.loss:.8f}", f"{self.ours.loss:.8f}"),
-            "gradient norm": (
-                f"{self.theirs.gradient_norm:.8f}",
-                f"{self.ours.gradient_norm:.8f}",
-            ),
+            "gradient norm": (f"{self.theirs.gradient_norm:.8f}", f"{self.ours.gradient_norm:.8f}"),
         }
         for name, difference in self.differences.items():
             theirs, ours = shown.get(name, ("", ""))

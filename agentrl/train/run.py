@@ -19,11 +19,7 @@ from typing import IO, Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from agentrl.config import (
-    AgentSection,
-    InferenceSection,
-    RunConfig,
-)
+from agentrl.config import AgentSection, InferenceSection, RunConfig
 from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams

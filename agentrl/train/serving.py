@@ -45,11 +45,7 @@ from agentrl.model.logprobs import computing_device
 from agentrl.model.lora import add_adapter, base_of, is_adapter
 from agentrl.model.routes import make_replayable, routers_of
 from agentrl.model.tensors import copy_trained, is_sharded
-from agentrl.train.memory import (
-    device_memory,
-    share_for_servers,
-    share_in_arguments,
-)
+from agentrl.train.memory import device_memory, share_for_servers, share_in_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -207,16 +203,17 @@ async def start_serving(
                 "started; give the servers their own GPUs, or start one rank"
             )
         devices, extra = _servers_devices(config, computing_device(model), must_be_others)
-        launcher = launcher_of(
+        settings = server_settings(
             config,
             start,
             log_dir=run_dir / "logs",
-            plugin_dir=run_dir / "plugin" if inference.backend == "vllm" else None,
+            plugin_dir=write_plugin(run_dir / "plugin") if inference.backend == "vllm" else None,
             transfer_backend=transfer.backend,
             adapter=adapter,
             env=devices,
             extra_args=extra,
         )
+        launcher = ServerLauncher(settings, backend.program)
         if not quiet:
             name = backend.program.name
             print(f"starting {name} takes half a minute or more; its log is in {run_dir / 'logs'}")
@@ -263,11 +260,7 @@ async def start_serving(
 
 
 async def _workers(config: RunConfig, urls: Sequence[str]) -> list[str]:
-    """Returns the addresses to send weights to; in place of a router, those of its workers.
-
-    Raises:
-        InferenceError: an address does not answer, or is a router without workers.
-    """
+    """Returns the addresses to send weights to; in place of a router, those of its workers."""
     if config.inference.backend != "sglang":
         return list(urls)
     async with contextlib.aclosing(EngineSession(config.inference.token)) as http:
@@ -283,11 +276,6 @@ def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -> Transfer:
-    """Makes the transfer of `inference.transfer`.
-
-    Raises:
-        ConfigError: the transfer is NCCL, but the model is not on a GPU.
-    """
     on_sglang = config.inference.backend == "sglang"
     if config.inference.transfer == "tensor":
         return TensorTransfer(weights_dir)
@@ -313,9 +301,6 @@ def _servers_devices(
     Returns:
         Environment variables that select the GPUs (None keeps the environment), and arguments that
         limit the memory of servers that share the trainer's GPU.
-
-    Raises:
-        ConfigError: servers need other GPUs, but there are none.
     """
     if trainers.type != "cuda":
         return None, []
@@ -345,11 +330,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _other_gpus(trainers: torch.device) -> dict[str, str]:
-    """Returns the environment variable that gives servers all GPUs of this machine without a rank.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Returns the environment variable that gives servers all GPUs here without a rank."""
     visible = _visible_gpus()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     used = range(num_ranks) if num_ranks > 1 else [trainers.index or 0]
@@ -380,33 +361,6 @@ def servable(path: str, folder: Path) -> tuple[str, Path | None]:
         if file.suffix != ".safetensors" or file.name.startswith("model"):
             (folder / file.name).symlink_to(file.resolve())
     return str(folder), None
-
-
-def launcher_of(
-    config: RunConfig,
-    model_path: str,
-    *,
-    log_dir: Path,
-    plugin_dir: Path | None,
-    transfer_backend: str = "agentrl",
-    adapter: Path | None = None,
-    env: dict[str, str] | None = None,
-    extra_args: Sequence[str] = (),
-) -> ServerLauncher:
-    """Returns a launcher of this run's servers, not yet started; see `server_settings`."""
-    return ServerLauncher(
-        server_settings(
-            config,
-            model_path,
-            log_dir=log_dir,
-            plugin_dir=None if plugin_dir is None else write_plugin(plugin_dir),
-            transfer_backend=transfer_backend,
-            adapter=adapter,
-            env=env,
-            extra_args=extra_args,
-        ),
-        BACKENDS[config.inference.backend].program,
-    )
 
 
 def server_settings(

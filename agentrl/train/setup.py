@@ -70,12 +70,10 @@ def run_directory(config: RunConfig) -> tuple[Path, IO[bytes], str]:
         line = f"writes to {run_dir}, a new run; there is {_progress(newest)}"
         if read_status(newest)["state"] != "finished":
             line += f", which --resume --run.dir {newest} continues"
-    partial = run_dir / ".config.toml.partial"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = _reserve(run_dir)
-        partial.write_text(config.to_toml())
-        os.replace(partial, run_dir / "config.toml")
+        runtime.write_whole(run_dir / "config.toml", config.to_toml().encode())
     except OSError as error:
         raise ConfigError(
             f"the run directory {run_dir} cannot be written ({error.strerror}); choose another "
@@ -89,9 +87,6 @@ def _reserve(run_dir: Path) -> IO[bytes]:
 
     Two processes that train in one directory would write each step twice, and each would delete
     the checkpoint that the other is saving.
-
-    Raises:
-        ConfigError: another process on this machine holds the lock.
     """
     lock = (run_dir / LOCK_FILE).open("a+b")
     lock.seek(0)

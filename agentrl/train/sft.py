@@ -113,10 +113,7 @@ def sft(
         dialogues = read_demonstrations(demonstrations)
         tokenizer = load_tokenizer(model_path, chat_template)
         renderer = Renderer(
-            tokenizer,
-            dialect=dialect,
-            tools=tools,
-            processor=load_processor(model_path, tokenizer),
+            tokenizer, dialect=dialect, tools=tools, processor=load_processor(model_path, tokenizer)
         )
         samples = _of_demonstrations(demonstrations, dialogues, renderer, tools)
     elif demonstrations is None and run_dir is not None:
@@ -185,16 +182,8 @@ def sft(
 
 
 def _of_demonstrations(
-    demonstrations: Path,
-    dialogues: list[Dialogue],
-    renderer: Renderer,
-    tools: str,
+    demonstrations: Path, dialogues: list[Dialogue], renderer: Renderer, tools: str
 ) -> list[Sample]:
-    """Makes a sample of each dialogue.
-
-    Raises:
-        ConfigError: a dialogue offers tools that the prompt would not show.
-    """
     has_tools = any(dialogue.tools for dialogue in dialogues)
     if has_tools and tools == "template" and renderer.template.hides_tools:
         raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (in sft: --tools)")
@@ -205,11 +194,7 @@ def _of_demonstrations(
 
 
 def _require_same_tokens(model_path: str, recorded: str) -> None:
-    """Checks that a model has the vocabulary of the model that a run recorded.
-
-    Raises:
-        ConfigError: it has not, so the run's token ids would mean other tokens.
-    """
+    """Checks that a model has the vocabulary of the model that a run recorded."""
     if model_path != recorded:
         ours, its = load_tokenizer(model_path), load_tokenizer(recorded)
         if ours.get_vocab() != its.get_vocab():
@@ -258,11 +243,6 @@ def read_demonstrations(path: Path) -> list[Dialogue]:
 
 
 def _read_dialogue(line: bytes, unread: set[str]) -> Dialogue:
-    """Reads one row.
-
-    Raises:
-        DataError, RequestRefused: the row is not a dialogue.
-    """
     try:
         row = msgspec.json.decode(line)
         given = row.get("messages") if isinstance(row, dict) else None

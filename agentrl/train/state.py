@@ -237,9 +237,6 @@ def _named_tensors(trained: Weights) -> dict[str, Tensor]:
 
     A tied tensor has only its first name. Of a model with an adapter, only the adapter's tensors
     are returned.
-
-    Raises:
-        TypeError: the module has a state that is not a tensor.
     """
     module, masters = trained.model, trained.masters
     if has_adapter(module):
@@ -312,9 +309,6 @@ def _parameters_by_group(trained: Trained) -> list[dict[str, Tensor]]:
     """Returns, for each group of the optimizer, its tensors by parameter name.
 
     A tensor is the parameter itself or its master.
-
-    Raises:
-        TypeError: a tensor of the optimizer belongs to no parameter of the model.
     """
     names = {trained.masters.get(p, p): name for name, p in trained.model.named_parameters()}
     groups = []
@@ -330,11 +324,7 @@ def _parameters_by_group(trained: Trained) -> list[dict[str, Tensor]]:
 
 
 def _moments(trained: Trained) -> dict[str, Tensor]:
-    """Returns the optimizer's state as "<state name>/<parameter name>" -> tensor.
-
-    Raises:
-        TypeError: a state is neither a tensor nor an integer.
-    """
+    """Returns the optimizer's state as "<state name>/<parameter name>" -> tensor."""
     tensors, optimizer = {}, trained.optimizer
     for group in _parameters_by_group(trained):
         for name, parameter in group.items():
@@ -360,11 +350,7 @@ def _optimizer_groups(trained: Trained) -> list[JSON]:
 
 
 def _restore_optimizer(folder: Path, trained: Trained, stem: str, saved_groups: Any) -> None:
-    """Reads moments into new memory on their parameters' devices, and sets the groups' options.
-
-    Raises:
-        CheckpointError: groups, the optimizer's class, names or shapes differ.
-    """
+    """Reads moments into new memory on their parameters' devices, and sets the groups' options."""
     file, optimizer = f"{stem}.safetensors", trained.optimizer
     live_groups = _parameters_by_group(trained)
     if not isinstance(saved_groups, list) or [list(group) for group in live_groups] != [

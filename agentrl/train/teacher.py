@@ -173,11 +173,7 @@ class TeacherServer:
     async def _ask(
         self, http: httpx.AsyncClient, path: str, body: bytes, read: Callable[[bytes], Read]
     ) -> Read:
-        """Sends a request, retrying transient failures, and returns `read` of the answer.
-
-        Raises:
-            InferenceError: the request failed; names the address and the reason.
-        """
+        """Sends a request, retrying transient failures, and returns `read` of the answer."""
         where = f"{self.url}{path}"
 
         async def attempt(_: float) -> Read:

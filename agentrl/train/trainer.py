@@ -150,6 +150,17 @@ class Trainer:
         Args:
             position: see `Run.data_position`.
         """
+        extra: dict[str, JSON] = {
+            "policy": self.learner.counters(),
+            "critic": self.critic and self.critic.counters(),
+            "kl": dict(self.kl.state_dict()),
+        }
+        if self.changes:
+            extra["changes"] = self.changes
+        if self.reference_step:
+            extra["reference_step"] = self.reference_step
+        if self.chose_token_budget:
+            extra["token_budget"] = self.config.train.token_budget
         return capture_state(
             step=step,
             fingerprint=fingerprint,
@@ -157,18 +168,7 @@ class Trainer:
             critic=self.critic,
             reference=self.changing_reference,
             data_position=position,
-            extra={
-                "policy": self.learner.counters(),
-                "critic": self.critic and self.critic.counters(),
-                "kl": dict(self.kl.state_dict()),
-                **({"changes": self.changes} if self.changes else {}),
-                **({"reference_step": self.reference_step} if self.reference_step else {}),
-                **(
-                    {"token_budget": self.config.train.token_budget}
-                    if self.chose_token_budget
-                    else {}
-                ),
-            },
+            extra=extra,
             tokenizer=self.tokenizer,
             copy_tensors=self.config.run.async_save,
         )
@@ -243,11 +243,7 @@ async def make_trainer(
 
 
 def _require_same_shapes(reference: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Checks that the reference can take the policy's weights (`model.reference_every`).
-
-    Raises:
-        ConfigError: their parameters differ in shape.
-    """
+    """Checks that the reference can take the policy's weights (`model.reference_every`)."""
     theirs, ours = ([each.shape for each in m.parameters()] for m in (reference, model))
     if theirs != ours:
         raise ConfigError(

@@ -446,11 +446,7 @@ def _by_environment(
 
 @torch.no_grad()
 def _policy_metrics(
-    options: UpdateOptions,
-    part: Batch,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    rows: list[int],
+    options: UpdateOptions, part: Batch, logprobs: Tensor, entropy: Tensor | None, rows: list[int]
 ) -> Mapping[str, Metric]:
     index = torch.as_tensor(rows, device=logprobs.device)
     of_rows = None if entropy is None else entropy[index]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from ranks_worker import whole
-from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from agentrl.config import RunConfig
@@ -32,8 +31,7 @@ def main(folder: Path, out: Path, axes: dict, mode: str) -> None:
     )
     ranks.join(torch.device("cpu"), config.train.parallel)
     trainer = asyncio.run(make_trainer(config, load_tokenizer(config.model.path), folder / "run"))
-    plain = json.loads((folder / "samples.json").read_text())
-    samples = unpacked(plain, load_file(folder / "samples"))
+    samples = unpacked((folder / "samples").read_bytes())
     out.mkdir(parents=True, exist_ok=True)
     if mode == "begin":
         for step in (1, 2):

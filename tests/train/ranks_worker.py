@@ -1,6 +1,6 @@
 """Runs a rank of `test_ranks.py`: `python ranks_worker.py CASES.json`, alone or by torchrun.
 
-The file lists cases: `config` of the run, `samples` (a file, and `<file>.json` beside it), `steps`
+The file lists cases: `config` of the run, `samples` (a file of them, packed), `steps`
 and the folder `out`. Rank 0 writes there what the case came to: gradients of every update, the
 weights at the end, and the metrics.
 """
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -51,8 +50,7 @@ def run_case(case: dict) -> None:
     tokenizer = load_tokenizer(config.model.path)
     trainer = asyncio.run(make_trainer(config, tokenizer, out))
     gradients = recorded(trainer)
-    plain = json.loads(Path(case["samples"] + ".json").read_text())
-    samples, metrics = unpacked(plain, load_file(case["samples"])), []
+    samples, metrics = unpacked(Path(case["samples"]).read_bytes()), []
     for step in range(1, case.get("steps", 1) + 1):
         metrics.append(trainer.learn(step, samples, None, None))
     learners = [trainer.learner] + ([trainer.critic] if trainer.critic else [])

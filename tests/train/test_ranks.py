@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from samples_for_tests import sample_of
 
@@ -87,9 +86,7 @@ def make_samples(file: Path, num_groups=5, group_size=4, seed=3, longest=150) ->
                 reward=float(rng.normal()),
             )
         )
-    plain, arrays = packed(samples)
-    file.with_name(f"{file.name}.json").write_text(json.dumps(plain))
-    save_file(arrays, file)
+    file.write_bytes(packed(samples))
     return str(file)
 
 

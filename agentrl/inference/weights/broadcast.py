@@ -17,10 +17,10 @@ Trainer and servers need different GPUs: NCCL does not allow two ranks on the sa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -39,17 +39,17 @@ REASON_S = 5.0
 """Seconds to wait for a server's error message after a transfer failed."""
 REST_S = 60.0
 """Seconds that the trainer may take to finish a transfer after the server has finished."""
-DTYPES = (
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-)
-"""The dtypes that both NCCL and gloo can send."""
+DTYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+"""The dtypes that both NCCL and gloo can send, and their `ncclDataType_t`."""
 
 
 class NCCLError(WeightSyncError):
@@ -215,28 +215,17 @@ async def together(request: Awaitable[object], work: Callable[[], Result]) -> Re
 
 
 def _in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
-        else:
-            future.set_exception(error)
+    outcome: Future[Result] = Future()
+    outcome.set_running_or_notify_cancel()  # so that nothing cancels what the thread will set
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except (WeightSyncError, RuntimeError) as raised:  # RuntimeError: from CUDA, after an abort
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
+            outcome.set_result(work())
+        except (WeightSyncError, RuntimeError) as error:  # RuntimeError: from CUDA, after an abort
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="agentrl-nccl", daemon=True).start()
-    return future
+    return asyncio.wrap_future(outcome)
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

@@ -26,13 +26,7 @@ from typing import ClassVar, Literal
 import httpx
 
 from agentrl.errors import WeightSyncError
-from agentrl.inference.token_api import (
-    COMPLETIONS,
-    GENERATE,
-    SGLANG,
-    Endpoint,
-    error_message,
-)
+from agentrl.inference.token_api import COMPLETIONS, GENERATE, SGLANG, Endpoint, error_message
 from agentrl.runtime import retry
 from agentrl.types import JSON
 

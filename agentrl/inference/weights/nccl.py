@@ -15,7 +15,13 @@ from collections.abc import Iterable
 import torch
 
 from agentrl.errors import ConfigError, WeightSyncError
-from agentrl.inference.weights.broadcast import BroadcastTransfer, Group, NCCLError, together
+from agentrl.inference.weights.broadcast import (
+    DTYPES,
+    BroadcastTransfer,
+    Group,
+    NCCLError,
+    together,
+)
 from agentrl.inference.weights.control import ServerControl
 from agentrl.types import JSON
 
@@ -23,18 +29,7 @@ LIBRARY = "VLLM_NCCL_SO_PATH"
 """Environment variable with the path of the NCCL library, which vLLM reads, too. Both sides need
 compatible versions. If it is not set, libnccl.so.2 is loaded by name, as torch does."""
 
-_DTYPES = {
-    torch.int8: 0,
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.int64: 4,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
-"""`ncclDataType_t`."""
-_FLOAT32, _SUM = 7, 0
+_SUM = 0
 
 
 class _UniqueID(ctypes.Structure):
@@ -115,7 +110,8 @@ class Communicator(Group):
             # vLLM's workers start with this call, and all ranks have to make the same calls.
             one = torch.zeros(1, device=device)
             place = ctypes.c_void_p(one.data_ptr())
-            library.call("ncclAllReduce", place, place, 1, _FLOAT32, _SUM, self._handle, stream)
+            number = DTYPES[one.dtype]
+            library.call("ncclAllReduce", place, place, 1, number, _SUM, self._handle, stream)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """See `Group.broadcast`.
@@ -135,7 +131,7 @@ class Communicator(Group):
                     place,
                     place,
                     tensor.numel(),
-                    _DTYPES[tensor.dtype],
+                    DTYPES[tensor.dtype],
                     0,
                     self._handle,
                     stream,

@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 
 from agentrl.errors import WeightSyncError
 from agentrl.inference.http import make_client, require_address
-from agentrl.inference.weights.base import WeightSync
 from agentrl.inference.weights.control import (
     OnUpdate,
     ServerControl,
@@ -51,7 +50,7 @@ MAX_PAUSE_S = 0.5
 _MISSED = (ServerUnreachable, ServerSilent)
 
 
-class ServerWeightSync(WeightSync):
+class ServerWeightSync:
     def __init__(
         self,
         urls: Sequence[str],
@@ -109,10 +108,21 @@ class ServerWeightSync(WeightSync):
         self._http: httpx.AsyncClient | None = None
 
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
-        """See `WeightSync.push`.
+        """Updates all reachable servers to the current weights of `model`, labelled `version`.
 
-        Waits up to `timeout_s` for unreachable servers, but with `on_missed` only until one server
-        has the weights.
+        The model must not change before this returns; afterwards the servers have their own copy.
+        If it is cancelled, no server stays paused. Waits up to `timeout_s` for unreachable servers,
+        but with `on_missed` only until one server has the weights.
+
+        Returns:
+            Metrics: `sync/seconds`, the total time; `sync/write_s`, the time to copy the weights;
+            `sync/paused_s`, the longest pause of a server; `sync/probe_logprob_diff_max`, the
+            largest absolute difference between a server's log-probabilities and the model's on a
+            fixed prompt; and `sync/servers_missed`, the number of servers that were not reached.
+
+        Raises:
+            WeightSyncError: a server refused the update, failed, or its log-probabilities differ
+                from the model's.
         """
         started = time.monotonic()
         async with self._one_at_a_time:
@@ -158,10 +168,13 @@ class ServerWeightSync(WeightSync):
         }
 
     async def push_to(self, url: str) -> None:
-        """See `WeightSync.push_to`.
+        """Sends the weights of the last push to one server that was restarted.
 
         Waits for a push in progress, but not for an unreachable server, because the next push would
         have to wait, too.
+
+        Raises:
+            WeightSyncError: see `push`; or nothing was pushed yet.
         """
         async with self._one_at_a_time:
             if self._pushed is None:
@@ -189,6 +202,7 @@ class ServerWeightSync(WeightSync):
         return failed
 
     async def aclose(self) -> None:
+        """Deletes the copy of the weights that was kept for `push_to`."""
         if self._http is not None:
             await self._http.aclose()
             self._http = None
@@ -216,10 +230,7 @@ class ServerWeightSync(WeightSync):
             return 0.0 if isinstance(error, ServerUnreachable) and waits else None
 
         return await retry(
-            attempt,
-            timeout_s=self._timeout_s,
-            retry_after_s=worth_another,
-            max_pause_s=MAX_PAUSE_S,
+            attempt, timeout_s=self._timeout_s, retry_after_s=worth_another, max_pause_s=MAX_PAUSE_S
         )
 
     def _tell_missed(self, missed: set[str], version: int) -> None:
@@ -241,11 +252,6 @@ class ServerWeightSync(WeightSync):
 
         Args:
             check_first: check first, with a short timeout, that its engine answers.
-
-        Raises:
-            ServerUnreachable: it cannot be reached, or died during the update.
-            ServerSilent: it is hung.
-            WeightSyncError: it failed in a way that waiting does not solve.
         """
         control = self._control(self._session(), url, timeout_s=self._timeout_s)
         try:

@@ -54,13 +54,11 @@ class FolderTransfer(FileTransfer):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._label = ""
         self._remove_folders()
 
     async def take(self, model: PreTrainedModel, version: int) -> None:
         await super().take(model, version)
         assert self._path is not None
-        self._label = str(version)
         folder = self._directory / f"sglang-{version}"
         folder.mkdir(exist_ok=True)
         link = folder / "model.safetensors"
@@ -104,14 +102,12 @@ class TensorTransfer(FileTransfer):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._label = ""
         self._bodies: list[str] = []
 
     async def take(self, model: PreTrainedModel, version: int) -> None:
         await super().take(model, version)
         path = self._path
         assert path is not None
-        self._label = str(version)
         self._bodies = await in_thread(lambda: [_pickled(part) for part in _buckets(path)])
 
     async def connect(self, control: ServerControl) -> None:

@@ -70,10 +70,13 @@ class FileTransfer(Transfer):
         """Creates the directory if it is missing, and deletes weights in it."""
         self._directory = directory.absolute()
         self._path: Path | None = None
+        self._label = ""
+        """The version, as servers label it."""
         self._directory.mkdir(parents=True, exist_ok=True)
         remove_weights(self._directory)
 
     async def take(self, model: PreTrainedModel, version: int) -> None:
+        self._label = str(version)
         try:
             self._path = await in_thread(lambda: write_policy(model, self._directory, version))
         except OSError as error:

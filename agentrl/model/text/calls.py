@@ -38,14 +38,18 @@ class Call(NamedTuple):
 MAX_DEPTH = 100
 """The most elements inside each other."""
 _FIRST_OBJECT = json.JSONDecoder()
-_PYTHON_TYPES = {
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
+_TYPES: dict[str, Any] = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+    "any": object,
 }
-"""Python's names of types, which schemas made by hand use in place of JSON Schema's."""
+# Schemas made by hand have Python's names.
+_TYPES |= {"int": int, "float": (int, float), "bool": bool, "dict": dict, "list": list}
+"""Type of JSON Schema -> Python's; any other is that of a string."""
 _EMPTY: dict[str, JSON] = {"array": [], "object": {}, "string": ""}
 _LITERALS = {"true": True, "false": False, "null": None}
 
@@ -448,19 +452,5 @@ def _is_one_of(value: JSON, choices: list[Any]) -> bool:
 
 
 def _is_a(value: JSON, kind: str) -> bool:
-    match _PYTHON_TYPES.get(kind, kind):
-        case "integer":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "boolean":
-            return isinstance(value, bool)
-        case "array":
-            return isinstance(value, list)
-        case "object":
-            return isinstance(value, dict)
-        case "null":
-            return value is None
-        case "any":
-            return True
-    return isinstance(value, str)
+    types = _TYPES.get(kind, str)
+    return types in (bool, object) if isinstance(value, bool) else isinstance(value, types)

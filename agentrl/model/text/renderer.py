@@ -16,6 +16,8 @@ compared with the whole render.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import html
 import logging
 from collections.abc import Callable, Sequence
@@ -155,7 +157,7 @@ class Renderer:
         self._prompts: dict[bytes | None, list[int]] = {}
         # A template that writes today's date has to be asked every day.
         self._keeps_prompts = "strftime_now" not in source
-        self._frames: dict[tuple, list[str] | None] = {}
+        self._frame_of = functools.lru_cache(MAX_FRAMES)(self._frame)
         ends = [self._one_special_token(end) for end in self.dialect.ends] or [None]
         self.close_token_id = self._find_close_token() if ends[0] is None else ends[0]
         self._call_close_id = self.close_token_id if ends[-1] is None else ends[-1]
@@ -283,9 +285,8 @@ class Renderer:
         """
         with_turn = self._text(messages[: turn + 1], tools, False)
         whole = self._text(messages, tools, True)
-        end = self._without_ends(
-            with_turn
-        )  # perhaps all of it: the message behind the turn ends it
+        # Perhaps all of it: the message behind the turn ends it.
+        end = self._without_ends(with_turn)
         if not (with_turn.startswith(asked) and whole.startswith(with_turn[:end])):
             return None
         return whole[end:]
@@ -299,11 +300,7 @@ class Renderer:
 
     def _audit(self, messages: list[Message], newest: int, tools: list[ToolSpec]) -> None:
         """Compares the ids that the policy read with the template's whole render, for the turns
-        that are due for an audit.
-
-        Raises:
-            HistoryError: they differ.
-        """
+        that are due for an audit."""
         self._num_continued += 1
         longest = max(len(message["content"]) for message in messages)
         most_seen, longest_seen = self._seen[bool(tools)]
@@ -455,34 +452,30 @@ class Renderer:
 
         A template takes ten times as long as inserting contents between texts that it rendered
         before, so contents are inserted wherever `_frame` found that this gives the same text."""
-        contents = []
-        key = []
-        for message in observation:
-            content = message["content"]
-            if type(content) is not str:
-                return self._render_tail(observation)
-            contents.append(content)
-            key.append((*{**message, "content": None}.items(),))
-        try:
-            frame = self._frames[tuple(key)]
-        except KeyError:
-            frame = self._frames[tuple(key)] = self._frame(observation)
-            if len(self._frames) > MAX_FRAMES:
-                self._frames.pop(next(iter(self._frames)))
-        except TypeError:  # a message with a value that is not a scalar
-            return self._render_tail(observation)
+        contents = [message["content"] for message in observation]
+        frame = None
+        if all(type(content) is str for content in contents):
+            with contextlib.suppress(TypeError):  # a message with a value that is not a scalar
+                frame = self._frame_of(
+                    *((*{**message, "content": ""}.items(),) for message in observation)
+                )
         if frame is None:
             return self._render_tail(observation)
         text = frame[0]
         for content, after in zip(contents, frame[1:], strict=True):
-            text += content + after
+            text += str(content) + after
         return text
 
-    def _frame(self, observation: list[Message]) -> list[str] | None:
+    def _frame(self, *items: tuple[tuple[str, Any], ...]) -> list[str] | None:
         """Returns the texts that the template puts around the contents of such messages.
 
         Returns None where inserting differs from rendering: a template may trim, escape or inspect
-        a content. This is tested with contents that such templates change."""
+        a content. This is tested with contents that such templates change.
+
+        Args:
+            items: the messages, each as pairs of key and value; their contents do not matter.
+        """
+        observation: list[Any] = [dict(message) for message in items]
         marked: list[Message] = [
             {**message, "content": f"{_CONTENT}-{position}-"}
             for position, message in enumerate(observation)
@@ -579,11 +572,7 @@ class Renderer:
 
     def _require_own_tokens(self) -> None:
         """Checks that the template does not make one of its own tokens from a text that only nearly
-        spells it.
-
-        Raises:
-            ConfigError: it does, so that no text can be kept apart from its tokens.
-        """
+        spells it."""
         from jinja2.exceptions import TemplateError
 
         token = self._end_texts[self.stop_token_ids.index(self.close_token_id)]

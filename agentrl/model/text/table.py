@@ -76,17 +76,8 @@ class Dialect:
     @property
     def marks(self) -> list[str]:
         """All delimiters of reasoning and calls."""
-        return [
-            mark
-            for mark in (
-                *(self.think or ()),
-                *(self.call or ()),
-                self.also_opens,
-                *self.inside,
-                *self.answer,
-            )
-            if mark
-        ]
+        opened = *(self.think or ()), *(self.call or ()), self.also_opens
+        return [mark for mark in (*opened, *self.inside, *self.answer) if mark]
 
     def read_turn(
         self, text: str, tools: list[ToolSpec], *, turn_id: int, prompt_end: str = ""
@@ -474,12 +465,7 @@ DIALECTS = {
             call=("<tool_call>", "</tool_call>"),
             inside=("<function=", "<parameter=", "</function>"),
         ),
-        Dialect(
-            "olmo3",
-            "OLMo 3",
-            pythonic_calls,
-            call=("<function_calls>", "</function_calls>"),
-        ),
+        Dialect("olmo3", "OLMo 3", pythonic_calls, call=("<function_calls>", "</function_calls>")),
         Dialect(
             "lfm2",
             "LFM2, LFM2.5",
@@ -507,12 +493,7 @@ DIALECTS = {
             "Command R7B, Command A",
             call=("<|START_ACTION|>", "<|END_ACTION|>"),
             think=("<|START_THINKING|>", "<|END_THINKING|>"),
-            answer=(
-                "<|START_RESPONSE|>",
-                "<|END_RESPONSE|>",
-                "<|START_TEXT|>",
-                "<|END_TEXT|>",
-            ),
+            answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
             ends=("<|END_OF_TURN_TOKEN|>",),
         ),
         Dialect(
@@ -569,12 +550,7 @@ DIALECTS = {
             call=("<|tool_call|>", "<|/tool_call|>"),
             bare=_compile(r"\s*functools\s*\["),
         ),
-        Dialect(
-            "granite3",
-            "Granite 3",
-            call=("<|tool_call|>", None),
-            also_opens="<tool_call>",
-        ),
+        Dialect("granite3", "Granite 3", call=("<|tool_call|>", None), also_opens="<tool_call>"),
         Dialect(
             "hermes",
             "Qwen2.5, Qwen3, Granite 4, SmolLM3, Ernie 4.5, Hermes",
@@ -595,11 +571,7 @@ DIALECTS = {
             inside=("<|python_start|>",),
             bare=_compile(r"\s*(?:<\|python_start\|>|\[\s*[A-Za-z_][\w.]*\()"),
         ),
-        Dialect(
-            "xlam",
-            "xLAM 2",
-            bare=_compile(r'\s*\[\s*\{\s*"(?:name|arguments)"\s*:'),
-        ),
+        Dialect("xlam", "xLAM 2", bare=_compile(r'\s*\[\s*\{\s*"(?:name|arguments)"\s*:')),
         Dialect("text", "any: every turn is one text", think=None),
     )
 }

@@ -209,11 +209,7 @@ class Template:
         ]
 
     def _written_call(self, dialect: Dialect, arguments: dict[str, JSON]) -> str:
-        """Returns what the template writes for a turn with one call; empty if it refuses one.
-
-        Raises:
-            ConfigError: it is not a valid template.
-        """
+        """Returns what the template writes for a turn with one call; empty if it refuses one."""
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
         asked: list[Message] = [{"role": "user", "content": "x"}]

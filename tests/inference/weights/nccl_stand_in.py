@@ -15,7 +15,8 @@ from aiohttp import web
 from control_server import ControlServer, error
 
 from agentrl.errors import WeightSyncError
-from agentrl.inference.weights.nccl import _DTYPES, Library, _UniqueID
+from agentrl.inference.weights.broadcast import DTYPES
+from agentrl.inference.weights.nccl import Library, _UniqueID
 
 SOURCE = Path(__file__).with_name("nccl_stand_in.c")
 
@@ -84,7 +85,7 @@ class Worker:
         tensor = torch.empty(shape, dtype=dtype)
         place = ctypes.c_void_p(tensor.data_ptr())
         self.library.call(
-            "ncclBroadcast", place, place, tensor.numel(), _DTYPES[dtype], 0, self.handle, None
+            "ncclBroadcast", place, place, tensor.numel(), DTYPES[dtype], 0, self.handle, None
         )
         return tensor
 

@@ -208,7 +208,8 @@ def _receive_on_second_gpu(connection) -> None:
     """A worker process on the second GPU, through torch's own NCCL library."""
     import ctypes
 
-    from agentrl.inference.weights.nccl import _DTYPES, _UniqueID
+    from agentrl.inference.weights.broadcast import DTYPES
+    from agentrl.inference.weights.nccl import _UniqueID
 
     torch.cuda.set_device(1)
     library = Library()
@@ -223,7 +224,7 @@ def _receive_on_second_gpu(connection) -> None:
     for shape, dtype in connection.recv():
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
         place = ctypes.c_void_p(tensor.data_ptr())
-        number = _DTYPES[tensor.dtype]
+        number = DTYPES[tensor.dtype]
         library.call("ncclBroadcast", place, place, tensor.numel(), number, 0, handle, stream)
         total += tensor.double().sum().item()
     connection.send(total)
