@@ -172,37 +172,22 @@ def sample(
             requests[i].request_id,
         ),
     )
-    results: dict[int, SampledTurn] = {}
-    batch: list[int] = []
+    batches: list[list[int]] = []
     for index in order:
+        request, batch = requests[index], batches[-1] if batches else []
         # Lengths ascend, so the new request is the longest and decides the padded length.
-        if batch and (
-            requests[index].batch_key != requests[batch[0]].batch_key
-            or (len(batch) + 1) * requests[index].max_length > max_batch_tokens
-        ):
-            turns = _sample_batch(
-                model, [requests[i] for i in batch], seed, stop_token_ids, stopped
-            )
-            results.update(zip(batch, turns, strict=True))
-            batch = []
+        fits = (len(batch) + 1) * request.max_length <= max_batch_tokens
+        if not batch or not fits or request.batch_key != requests[batch[0]].batch_key:
+            batches.append(batch := [])
         batch.append(index)
-    if batch:
-        turns = _sample_batch(model, [requests[i] for i in batch], seed, stop_token_ids, stopped)
+    results: dict[int, SampledTurn] = {}
+    for batch in batches:
+        rows = [requests[index] for index in batch]
+        routed = rows[0].sampling.report_routes
+        with recording(model) if routed else contextlib.nullcontext() as recorded:
+            turns = _sample_rows(model, rows, seed, stop_token_ids, stopped, recorded)
         results.update(zip(batch, turns, strict=True))
     return [results[i] for i in range(len(requests))]
-
-
-def _sample_batch(
-    model: PreTrainedModel,
-    requests: list[SampleRequest],
-    seed: int,
-    stop_token_ids: frozenset[int],
-    stopped: threading.Event | None,
-) -> list[SampledTurn]:
-    if not requests[0].sampling.report_routes:
-        return _sample_rows(model, requests, seed, stop_token_ids, stopped, None)
-    with recording(model) as recorded:
-        return _sample_rows(model, requests, seed, stop_token_ids, stopped, recorded)
 
 
 @torch.no_grad()

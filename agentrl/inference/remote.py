@@ -217,10 +217,9 @@ class ServerEngine:
     ) -> Generation:
         """Samples one continuation of `prompt_ids`.
 
-        If the server aborts the request, as a weight update may, the request is continued from its
-        tokens so far, with what is left of `max_tokens`, as often as necessary. The result may
-        therefore have tokens of several versions, but never the finish reason `abort`. A part's
-        seed depends on its start, so that no two parts use the same random numbers.
+        A request that the server aborts is continued with what is left of `max_tokens`, as often as
+        necessary. So the result may have tokens of several versions, but never the finish reason
+        `abort`. A part's seed depends on its start, so that no two use the same random numbers.
 
         The caller sets the deadline. Cancelling closes the connection, and the server drops the
         request. With `top_p`, `top_k` or `min_p`, vLLM's log-probabilities are those of the

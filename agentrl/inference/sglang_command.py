@@ -16,26 +16,12 @@ def server_command(
 ) -> list[str]:
     """Returns the command line of an SGLang server; see `MakesCommand`."""
     path = Path(settings.model)
-    command = [
-        settings.python,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(path.resolve()) if path.is_dir() else settings.model,
-        "--served-model-name",
-        settings.served_model_name,
-        "--dtype",
-        settings.dtype,
-        "--random-seed",
-        str(settings.seed),
-        # Ignore the model's own sampling defaults.
-        "--sampling-defaults",
-        "openai",
-        "--log-level-http",
-        "warning",
-        "--host",
-        host,
-    ]
+    command = [settings.python, "-m", "sglang.launch_server"]
+    command += ["--model-path", str(path.resolve()) if path.is_dir() else settings.model]
+    command += ["--served-model-name", settings.served_model_name, "--dtype", settings.dtype]
+    command += ["--random-seed", str(settings.seed)]
+    command += ["--sampling-defaults", "openai"]  # not the model's own
+    command += ["--log-level-http", "warning", "--host", host]
     if settings.dtype == "bfloat16":
         # Compute logits in float32, as the trainer does.
         command.append("--enable-fp32-lm-head")
@@ -43,17 +29,9 @@ def server_command(
         command += ["--context-length", str(settings.max_model_len)]
     if platform == "cpu":
         num_tokens = max(_CPU_TOKENS, 4 * (settings.max_model_len or 0))
-        command += [
-            "--device",
-            "cpu",
-            "--attention-backend",
-            "torch_native",
-            "--sampling-backend",
-            "pytorch",
-            "--disable-overlap-schedule",
-            "--max-total-tokens",
-            str(num_tokens),
-        ]
+        command += ["--device", "cpu", "--attention-backend", "torch_native"]
+        command += ["--sampling-backend", "pytorch", "--disable-overlap-schedule"]
+        command += ["--max-total-tokens", str(num_tokens)]
     elif settings.sleeps:
         command.append("--enable-memory-saver")
     return [*command, *settings.extra_args, "--port", str(port)]

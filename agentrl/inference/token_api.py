@@ -78,8 +78,11 @@ class _CompletionBody(SamplingFields, kw_only=True):
     return_token_ids: bool = True
 
 
-class _SGLangSampling(msgspec.Struct, kw_only=True):
-    max_new_tokens: int
+_SGLANG_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+
+
+class _SGLangSampling(msgspec.Struct, rename=_SGLANG_NAMES):
+    max_tokens: int
     temperature: float
     top_p: float
     top_k: int
@@ -87,7 +90,7 @@ class _SGLangSampling(msgspec.Struct, kw_only=True):
     repetition_penalty: float
     stop_token_ids: list[int]
     ignore_eos: bool
-    sampling_seed: int | msgspec.UnsetType
+    seed: int | msgspec.UnsetType
     """Ignored unless the server runs in its deterministic mode."""
 
 
@@ -270,15 +273,7 @@ def request_body(
                 rid=request_id,
                 input_ids=prompt_ids,
                 sampling_params=_SGLangSampling(
-                    max_new_tokens=sampling.max_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    repetition_penalty=sampling.repetition_penalty,
-                    stop_token_ids=sampling.stop_token_ids,
-                    ignore_eos=sampling.ignore_eos,
-                    sampling_seed=sampling.seed,
+                    *(getattr(sampling, name) for name in _SGLangSampling.__struct_fields__)
                 ),
                 logprob_start_len=-1 if sampling.prompt_logprobs is msgspec.UNSET else 0,
                 top_logprobs_num=sampling.logprobs,

@@ -17,31 +17,16 @@ def server_command(
     """Returns the command line of a vLLM server; see `MakesCommand`."""
     path = Path(settings.model)
     adapter = settings.adapter
-    command = [
-        settings.python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(path.resolve()) if path.is_dir() else settings.model,
-        "--served-model-name",
-        settings.served_model_name + ("-base" if adapter else ""),
-        "--dtype",
-        settings.dtype,
-        "--seed",
-        str(settings.seed),
-        # Report log-probabilities of the sampled distribution, after the temperature.
-        "--logprobs-mode",
-        "processed_logprobs",
-        # Ignore the model's own sampling defaults.
-        "--generation-config",
-        "vllm",
-        # Offer the endpoint that takes and returns token ids and labels them with weight versions.
-        "--enable-scale-out",
-        "--enable-prefix-caching",
-        "--disable-uvicorn-access-log",
-        "--host",
-        host,
-    ]
+    command = [settings.python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(path.resolve()) if path.is_dir() else settings.model]
+    command += ["--served-model-name", settings.served_model_name + ("-base" if adapter else "")]
+    command += ["--dtype", settings.dtype, "--seed", str(settings.seed)]
+    # Report log-probabilities of the sampled distribution, after the temperature.
+    command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--generation-config", "vllm"]  # not the model's own sampling defaults
+    # Offer the endpoint that takes and returns token ids and labels them with weight versions.
+    command += ["--enable-scale-out", "--enable-prefix-caching"]
+    command += ["--disable-uvicorn-access-log", "--host", host]
     if settings.dtype == "bfloat16":
         # Compute logits in float32, as the trainer does: rounded to bfloat16, a logit of 20 is off
         # by up to 0.06.
@@ -75,21 +60,13 @@ def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
 
 def _adapter_arguments(adapter: Path, name: str) -> list[str]:
     made = json.loads((adapter / "adapter_config.json").read_text())
-    return [
-        "--enable-lora",
-        "--max-loras",
-        "1",
-        "--max-cpu-loras",
-        "1",
-        "--max-lora-rank",
-        str(min(rank for rank in _LORA_RANKS if rank >= made["r"])),
-        # Name the modules, so that the head is not among them: if it might have an adapter, a
-        # request for prompt log-probabilities kills a server with other requests in the batch.
-        "--lora-target-modules",
-        *made["target_modules"],
-        "--lora-modules",
-        f"{name}={adapter.resolve()}",
-    ]
+    rank = min(rank for rank in _LORA_RANKS if rank >= made["r"])
+    arguments = ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1"]
+    arguments += ["--max-lora-rank", str(rank)]
+    # Name the modules, so that the head is not among them: if it might have an adapter, a request
+    # for prompt log-probabilities kills a server with other requests in the batch.
+    arguments += ["--lora-target-modules", *made["target_modules"]]
+    return [*arguments, "--lora-modules", f"{name}={adapter.resolve()}"]
 
 
 VLLM = Program(

@@ -325,42 +325,34 @@ def packed_attention(
             segments do not add up to the row; or they continue others and the layer cannot
             compute that.
     """
-    if not isinstance(attention_mask, SegmentMask):
+    mask = attention_mask
+    if not isinstance(mask, SegmentMask):
         if _segments.get() is not None:
             raise ValueError(f"{type(module).__name__} attends without a mask of transformers")
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+            module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
         )
     if dropout:
         raise ValueError(f"{type(module).__name__} has dropout")
-    if attention_mask.shared and not (_is_plain(kwargs) and query.shape[-1] == value.shape[-1]):
+    if mask.shared and not (_is_plain(kwargs) and query.shape[-1] == value.shape[-1]):
         raise ValueError(f"{type(module).__name__} attends in a way that cannot share prefixes")
-    attend = functools.partial(_attend, module, attention_mask, scaling, kwargs)
-    if attention_mask.context.size > 1:
-        return attend_by_heads(attend, query, key, value, attention_mask.context), None
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if query.shape[2] != sum(mask.lengths):
+            raise ValueError(
+                f"the segments have {sum(mask.lengths)} tokens, but the row has {query.shape[2]}"
+            )
+        compute = _in_one_call if query.is_cuda else _by_segment
+        if query.device.type == "cpu" and query.itemsize == 2:
+            # Rounds once, at the end: in float64 the order of a sum hardly matters, so the sampler
+            # and the trainer round the same values. Torch's 16-bit CPU kernels are no faster.
+            wide = query.double(), key.double(), value.double()
+            return compute(module, *wide, mask, scaling, kwargs).to(query.dtype)
+        return compute(module, query, key, value, mask, scaling, kwargs)
+
+    if mask.context.size > 1:
+        return attend_by_heads(attend, query, key, value, mask.context), None
     return attend(query, key, value), None
-
-
-def _attend(
-    module: torch.nn.Module,
-    mask: SegmentMask,
-    scaling: float | None,
-    wanted: dict[str, Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    if query.shape[2] != sum(mask.lengths):
-        raise ValueError(
-            f"the segments have {sum(mask.lengths)} tokens, but the row has {query.shape[2]}"
-        )
-    attend = _in_one_call if query.is_cuda else _by_segment
-    if query.device.type == "cpu" and query.itemsize == 2:
-        # Rounds once, at the end: in float64 the order of a sum hardly matters, so the sampler
-        # and the trainer round the same values. Torch's 16-bit CPU kernels are no faster.
-        wide = query.double(), key.double(), value.double()
-        return attend(module, *wide, mask, scaling, wanted).to(query.dtype)
-    return attend(module, query, key, value, mask, scaling, wanted)
 
 
 def _by_segment(

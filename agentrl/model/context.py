@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from agentrl.errors import ConfigError
+from agentrl.model.lengths import rope_tables
 from agentrl.model.rows import KeptIds, MicroBatch
 
 
@@ -89,8 +90,7 @@ def require_position_free(config: PretrainedConfig) -> None:
         ConfigError: the model's angles do.
     """
     text = config.get_text_config()
-    found = getattr(text, "rope_parameters", None) or {}
-    for each in (found, *(value for value in found.values() if isinstance(value, dict))):
+    for each in rope_tables(text):
         if (kind := each.get("rope_type")) in ("dynamic", "longrope"):
             raise ConfigError(
                 f"train.parallel.context = {_context.size} cannot train {text.model_type} with "

@@ -110,7 +110,7 @@ def longest_row(config: PretrainedConfig) -> int | None:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
-    for table in _rope_tables(text):
+    for table in rope_tables(text):
         if table.get("rope_type") in ("yarn", "linear"):
             limit = max(limit, int(table.get("factor", 1) * table.get(_ORIGINAL, limit)))
     return limit
@@ -159,7 +159,7 @@ def within_reach(model: PreTrainedModel, max_tokens: int | None = None) -> Itera
                     if name == "floor_scale":
                         put_back.callback(setattr, owner, "attn_scale", owner.attn_scale)
                         owner.attn_scale = _PROBED_SCALE
-            for table in _rope_tables(owner):
+            for table in rope_tables(owner):
                 value = table.get(_ORIGINAL)
                 if _is_reached(value, PROBED_THRESHOLDS[_ORIGINAL], max_tokens):
                     put_back.callback(table.__setitem__, _ORIGINAL, value)
@@ -173,7 +173,7 @@ def _is_reached(value: object, probed: int, max_tokens: int | None) -> bool:
     return probed < value and (max_tokens is None or value < max_tokens)
 
 
-def _rope_tables(owner: Any) -> list[dict[str, Any]]:
+def rope_tables(owner: Any) -> list[dict[str, Any]]:
     """Returns a configuration's tables of rope parameters: the whole, and one per kind of layer."""
     if not isinstance(owner, PretrainedConfig):
         return []

@@ -155,21 +155,15 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
     rounding = tolerance(computes_in)
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
+    ends_otherwise = torch.cat([first[:16], first[16:].flip(0)])
+    expected = []
     with torch.no_grad():
-        expected = [
-            model(ids[None].to(model.device), use_cache=False)
-            .logits[0, :-1]
-            .float()
-            .log_softmax(-1)
-            .gather(1, ids[1:, None].to(model.device))
-            .squeeze(1)
-            for ids in (first, second)
-        ]
-        ends_otherwise = torch.cat([first[:16], first[16:].flip(0)])[None].to(model.device)
-        early = model(ends_otherwise, use_cache=False).logits[0, :15].float().log_softmax(-1)
+        for ids in (first, second, ends_otherwise):
+            ids = ids.to(model.device)
+            logits = model(ids[None], use_cache=False).logits[0, :-1].float()
+            expected.append(logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1))
     model.set_attn_implementation(implementation or "eager")
-    early = early.gather(1, first[1:16, None].to(model.device)).squeeze(1)
-    leaked = (early - expected[0][:15]).abs().mean().item()
+    leaked = (expected.pop()[:15] - expected[0][:15]).abs().mean().item()
     if not leaked < rounding:
         return f"lets a token see later ones (log-probs differ by {leaked:.2g})"
     difference = (logprobs.detach() - torch.cat(expected)).abs().mean().item()

@@ -206,22 +206,15 @@ def _write_rest(folder: Path, state: TrainState, entries: Mapping[str, JSON]) ->
         "rng": state.rng,
     }
     (folder / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-    files = {
-        path.relative_to(folder).as_posix(): path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    manifest = {
-        "files": {
-            name: entries[name] if name in entries else _entry_of(path)
-            for name, path in files.items()
-        }
-    }
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    _force_to_disk(folder / MANIFEST_FILE)
-    for subfolder in [path for path in folder.rglob("*") if path.is_dir()]:
-        _force_to_disk(subfolder)
-    _force_to_disk(folder)
+    files: dict[str, JSON] = {}
+    paths = sorted(folder.rglob("*"))
+    for path in filter(Path.is_file, paths):
+        name = path.relative_to(folder).as_posix()
+        files[name] = entries[name] if name in entries else _entry_of(path)
+    manifest = folder / MANIFEST_FILE
+    manifest.write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+    for path in (manifest, *filter(Path.is_dir, paths), folder):
+        _force_to_disk(path)
 
 
 def _move_into_place(partial: Path, target: Path) -> None:

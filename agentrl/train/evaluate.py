@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from agentrl.rollout.setup import (
 
 if TYPE_CHECKING:
     from agentrl.inference.base import InferenceEngine
-    from agentrl.inference.remote import ServerEngine
     from agentrl.rollout.chat import ChatPolicy
 
 SERVERS_WAIT_S = 10.0
@@ -182,7 +180,11 @@ async def _engine(
             vocab_size=model_config(path).get_text_config().vocab_size,
         )
         await stack.enter_async_context(aclosing(engine))
-        await _require_servers(engine)
+        await runtime.retry(  # so that no episode is played against a server that never answers
+            lambda _: engine.start(),
+            timeout_s=SERVERS_WAIT_S,
+            retry_after_s=lambda error: 1.0 if isinstance(error, InferenceError) else None,
+        )
         return engine
     from agentrl.model.build import build
     from agentrl.train.serving import embedded_engine
@@ -190,20 +192,6 @@ async def _engine(
     model = build(path, "sampler", config).module
     engine = embedded_engine(config, model, for_agents=for_agents)
     return await stack.enter_async_context(aclosing(engine))
-
-
-async def _require_servers(engine: ServerEngine) -> None:
-    """Waits until every server answers, at most SERVERS_WAIT_S: so no episode is played against
-    none."""
-    clock = asyncio.get_running_loop().time
-    end = clock() + SERVERS_WAIT_S
-    while True:
-        try:
-            return await engine.start()
-        except InferenceError:
-            if clock() > end:
-                raise
-        await asyncio.sleep(1.0)
 
 
 def _chat_policy(config: RunConfig) -> ChatPolicy:

@@ -97,17 +97,19 @@ def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = Non
         NotImplementedError, RuntimeError: its layers use an operation that the meta device lacks,
             as some mixtures of experts do.
     """
-    model_config = AutoConfig.from_pretrained(config.model.path)
     itemsize = 4 if config.model.dtype == "float32" else 2
-    with torch.device("meta"):
-        model = auto_class(model_config).from_config(
-            model_config, dtype=getattr(torch, config.model.dtype)
-        )
-    model.eval()
+    model = _on_meta(config).eval()
     parallel = config.train.parallel
     num_ranks = num_ranks or (parallel.data or 1) * parallel.of_a_row
     moments = moments_of_a_step(model, config, itemsize, device_type, num_ranks)
     return max(moments, key=lambda moment: moment.total)
+
+
+def _on_meta(config: RunConfig) -> PreTrainedModel:
+    model_config = AutoConfig.from_pretrained(config.model.path)
+    dtype = getattr(torch, config.model.dtype)
+    with torch.device("meta"):
+        return auto_class(model_config).from_config(model_config, dtype=dtype)
 
 
 def moments_of_a_step(
@@ -352,9 +354,7 @@ def bytes_of_weights(config: RunConfig, quantization: str | None) -> int:
     Raises:
         OSError, ValueError, NotImplementedError, RuntimeError: see `estimate`.
     """
-    with torch.device("meta"):
-        model_config = AutoConfig.from_pretrained(config.model.path)
-        model = auto_class(model_config).from_config(model_config)
+    model = _on_meta(config)
     whole = _numel(model) * (4 if config.model.dtype == "float32" else 2)
     return whole - _saved_by_quantising(config, decoder_of(model), quantization)
 

@@ -442,18 +442,18 @@ def capture_rng() -> dict[str, JSON]:
     belongs in `extra`.
     """
     version, words, gauss_next = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
+    numpy_state: Any = np.random.get_state()
+    _, key, position, has_gauss, gauss = numpy_state
     cuda: list[JSON] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         cuda = [_encode(state.numpy()) for state in torch.cuda.get_rng_state_all()]
     return {
         "python": [version, list(words), gauss_next],
         "numpy": {
-            "key": _encode(numpy_state["state"]["key"]),
-            "pos": int(numpy_state["state"]["pos"]),
-            "has_gauss": int(numpy_state["has_gauss"]),
-            "gauss": float(numpy_state["gauss"]),
+            "key": _encode(key),
+            "pos": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
         },
         "torch": _encode(torch.get_rng_state().numpy()),
         "cuda": cuda,
@@ -470,17 +470,9 @@ def restore_rng(rng: Mapping[str, JSON]) -> None:
     try:
         version, words, gauss_next = state["python"]
         random.setstate((version, tuple(words), gauss_next))
-        np.random.set_state(
-            {
-                "bit_generator": "MT19937",
-                "state": {
-                    "key": _decode(state["numpy"]["key"], np.uint32),
-                    "pos": state["numpy"]["pos"],
-                },
-                "has_gauss": state["numpy"]["has_gauss"],
-                "gauss": state["numpy"]["gauss"],
-            }
-        )
+        saved, rest = state["numpy"], ("pos", "has_gauss", "gauss")
+        key = _decode(saved["key"], np.uint32)
+        np.random.set_state(("MT19937", key, *(saved[name] for name in rest)))
         torch.set_rng_state(torch.from_numpy(_decode(state["torch"], np.uint8)))
         saved_cuda = [torch.from_numpy(_decode(text, np.uint8)) for text in state["cuda"]]
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:

@@ -166,6 +166,19 @@ class ServerControl:
         """Makes a POST request; see `call`."""
         return await self.call("POST", path, body, timeout_s=timeout_s)
 
+    async def post_ending(
+        self, path: str, sign: str, end: str, body: Mapping[str, JSON] | None = None
+    ) -> None:
+        """Makes a POST request. If its error holds `sign`, a killed trainer left an update open:
+        then POSTs to `end` and repeats the request."""
+        try:
+            await self.post(path, body)
+        except WeightSyncError as error:
+            if sign not in str(error):
+                raise
+            await self.post(end, body)
+            await self.post(path, body)
+
     async def call(
         self,
         method: Literal["GET", "POST"],
@@ -260,15 +273,8 @@ class VLLMControl(ServerControl):
     )
 
     async def _open(self, on_update: OnUpdate) -> None:
-        """See `ServerControl._open`. First ends an update that a killed trainer left open."""
         await self.post(f"/pause?mode={on_update}&clear_cache=true")
-        try:
-            await self.post("/start_weight_update")
-        except WeightSyncError as error:
-            if "already active" not in str(error):
-                raise
-            await self.post("/finish_weight_update")
-            await self.post("/start_weight_update")
+        await self.post_ending("/start_weight_update", "already active", "/finish_weight_update")
 
     async def _close(self, version: int) -> None:
         await self.post("/finish_weight_update", {"weight_version": str(version)})

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from agentrl.errors import ConfigError, WeightSyncError
+from agentrl.errors import ConfigError
 from agentrl.inference.weights.broadcast import (
     DTYPES,
     BroadcastTransfer,
@@ -169,7 +169,10 @@ class NCCLTransfer(BroadcastTransfer):
 
     async def _join(self, control: ServerControl) -> Communicator:
         world_size = 1 + json.loads(await control.call("GET", "/get_world_size"))["world_size"]
-        await _release(control)
+        # The server may still have an earlier trainer's communicator.
+        await control.post_ending(
+            "/shutdown_weight_transfer_engine", "during a weight update", "/finish_weight_update"
+        )
         unique_id = self._library.unique_id()
         init_info: dict[str, JSON] = {
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
@@ -193,14 +196,3 @@ class NCCLTransfer(BroadcastTransfer):
     ) -> None:
         update_info: dict[str, JSON] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         await control.post("/update_weights", {"update_info": update_info})
-
-
-async def _release(control: ServerControl) -> None:
-    """Makes the server release an earlier trainer's communicator, if it has one."""
-    try:
-        await control.post("/shutdown_weight_transfer_engine")
-    except WeightSyncError as error:
-        if "during a weight update" not in str(error):
-            raise
-        await control.post("/finish_weight_update")  # the trainer was killed during an update
-        await control.post("/shutdown_weight_transfer_engine")

@@ -222,14 +222,7 @@ class TorchGroup(Group):
 
 @contextlib.asynccontextmanager
 async def _open_update(control: ServerControl) -> AsyncIterator[None]:
-    try:
-        await control.post("/begin_weight_update", {})
-    except WeightSyncError as error:
-        if "already" not in str(error):
-            raise
-        # A trainer was killed during its update.
-        await control.post("/end_weight_update", {})
-        await control.post("/begin_weight_update", {})
+    await control.post_ending("/begin_weight_update", "already", "/end_weight_update", {})
     yield
     await control.post("/end_weight_update", {})
 

@@ -28,7 +28,7 @@ import msgspec
 from agentrl.errors import ConfigError, HistoryError, first_line
 from agentrl.model.text.guard import Guard
 from agentrl.model.text.processor import Processor, with_markers
-from agentrl.model.text.template import NAME, SENTINEL, TOOL, Template, rendered
+from agentrl.model.text.template import NAME, SENTINEL, TOOL, Template, example_call, rendered
 from agentrl.types import JSON, Action, Message, ParseStatus, ShownImage, ToolSpec
 
 logger = logging.getLogger("agentrl.rollout")
@@ -523,12 +523,8 @@ class Renderer:
 
     def _dummy_call(self, index: int, answer: Message, word: str) -> JSON:
         name = answer.get("name") or NAME
-        call_id = self.dialect.call_id.format(turn=0, index=index, name=name)
-        return {
-            "id": answer.get("tool_call_id") or call_id,
-            "type": "function",
-            "function": {"name": name, "arguments": {"word": word}},
-        }
+        call = example_call(self.dialect, {"word": word}, index=index, name=name)
+        return {**call, "id": answer.get("tool_call_id") or call["id"]}
 
     def _one_special_token(self, text: str) -> int | None:
         """Returns the id of the text's token if it is a single special token, else None."""
@@ -581,11 +577,9 @@ class Renderer:
         edited = [token.swapcase(), token.upper(), html.escape(token), *cut]
         hostile = " ".join([token, *edited])
         harmless = "".join("x" if each in token else each for each in hostile)
-        call: dict[str, Any] = {"id": self.dialect.call_id.format(turn=0, index=0, name=NAME)}
-        call |= {"type": "function"}
 
         def num_tokens(role: str, said: str) -> int:
-            call["function"] = {"name": NAME, "arguments": {"word": said}}
+            call = example_call(self.dialect, {"word": said})
             turn: Any = {"role": "assistant", "content": said, "reasoning": said}
             if role == "tool":
                 turn = {**turn, "content": "", "tool_calls": [call]}
@@ -656,12 +650,11 @@ class Renderer:
         }
         if not with_call:
             return said, {"role": "user", "content": f"And then {turn}{more}?"}
-        call_id = self.dialect.call_id.format(turn=turn, index=0, name=NAME)
-        function: JSON = {"name": NAME, "arguments": {"word": f"w{turn}"}}
-        said["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+        call = example_call(self.dialect, {"word": f"w{turn}"}, turn=turn)
+        said["tool_calls"] = [call]
         return said, {
             "role": "tool",
             "content": f"found {turn}{more}",
-            "tool_call_id": call_id,
+            "tool_call_id": call["id"],
             "name": NAME,
         }

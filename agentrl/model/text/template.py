@@ -223,12 +223,7 @@ class Template:
             ) from error
         except TemplateError:
             return ""
-        call_id = dialect.call_id.format(turn=0, index=0, name=NAME)
-        call: dict[str, Any] = {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": NAME, "arguments": arguments},
-        }
+        call = example_call(dialect, arguments)
         for as_text in (False, True):
             turn: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
             if as_text:
@@ -249,11 +244,7 @@ class Template:
         in the content."""
         from jinja2.exceptions import TemplateError
 
-        call = {
-            "id": self.dialect.call_id.format(turn=0, index=0, name=NAME),
-            "type": "function",
-            "function": {"name": NAME, "arguments": {"count": 417}},
-        }
+        call = example_call(self.dialect, {"count": 417})
         if self._arguments_as_text:
             call = _arguments_as_text(call)
 
@@ -274,6 +265,17 @@ class Template:
             if with_call or shows(key, "x"):
                 return key
         return None
+
+
+def example_call(
+    dialect: Dialect, arguments: JSON, *, turn: int = 0, index: int = 0, name: str = NAME
+) -> dict[str, Any]:
+    """Returns a call of the example tool, or of another name, with an id as the dialect gives."""
+    return {
+        "id": dialect.call_id.format(turn=turn, index=index, name=name),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def rendered(render: Callable[[list[Any] | None], str], tools: list[ToolSpec]) -> str:

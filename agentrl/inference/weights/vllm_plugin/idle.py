@@ -12,10 +12,8 @@ RECHECK_MS = 20
 
 
 def sleep_when_idle() -> None:
-    """Makes vLLM's processes on a CPU sleep instead of spin while they wait for each other.
-
-    By default they spin for a second after every message. Between the turns of slow environments,
-    this takes a core away from the model, or from the trainer's gradient.
+    """Shortens the second for which processes spin after every message. Between the turns of slow
+    environments, it takes a core away from the model, or from the trainer's gradient.
 
     A sleeping process is woken over a socket and occasionally misses the wake-up. vLLM rechecks
     every 5 s, which is too long when a reply takes a fifth of a second.
