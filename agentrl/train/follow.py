@@ -115,14 +115,15 @@ def _obey(trainer: Trainer, saver: Saver, word: str, content: Any) -> None:
         raise ValueError(f"rank 0 says {word!r}")
 
 
-def packed(samples: Sequence[Sample]) -> bytes:
-    """Returns samples as msgpack, the form in which `ranks.tell` sends them."""
-    return msgspec.msgpack.encode(samples, enc_hook=_of_numpy)
+def packed(samples: Sequence[Sample]) -> list[bytes]:
+    """Returns samples in the form in which `ranks.tell` sends them: each by itself, because msgpack
+    takes no more than 4 GiB at once."""
+    return [msgspec.msgpack.encode(sample, enc_hook=_of_numpy) for sample in samples]
 
 
-def unpacked(data: bytes) -> list[Sample]:
+def unpacked(parts: Sequence[bytes]) -> list[Sample]:
     """Returns the samples that `packed` encoded."""
-    return msgspec.msgpack.decode(data, type=list[Sample], dec_hook=_array)
+    return [msgspec.msgpack.decode(part, type=Sample, dec_hook=_array) for part in parts]
 
 
 def _of_numpy(value: Any) -> Any:

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 from ranks_worker import whole
 from safetensors.torch import save_file
@@ -31,7 +32,7 @@ def main(folder: Path, out: Path, axes: dict, mode: str) -> None:
     )
     ranks.join(torch.device("cpu"), config.train.parallel)
     trainer = asyncio.run(make_trainer(config, load_tokenizer(config.model.path), folder / "run"))
-    samples = unpacked((folder / "samples").read_bytes())
+    samples = unpacked(msgspec.msgpack.decode((folder / "samples").read_bytes()))
     out.mkdir(parents=True, exist_ok=True)
     if mode == "begin":
         for step in (1, 2):

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
@@ -50,7 +51,7 @@ def run_case(case: dict) -> None:
     tokenizer = load_tokenizer(config.model.path)
     trainer = asyncio.run(make_trainer(config, tokenizer, out))
     gradients = recorded(trainer)
-    samples, metrics = unpacked(Path(case["samples"]).read_bytes()), []
+    samples, metrics = unpacked(msgspec.msgpack.decode(Path(case["samples"]).read_bytes())), []
     for step in range(1, case.get("steps", 1) + 1):
         metrics.append(trainer.learn(step, samples, None, None))
     learners = [trainer.learner] + ([trainer.critic] if trainer.critic else [])

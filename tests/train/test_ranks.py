@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -86,7 +87,7 @@ def make_samples(file: Path, num_groups=5, group_size=4, seed=3, longest=150) ->
                 reward=float(rng.normal()),
             )
         )
-    file.write_bytes(packed(samples))
+    file.write_bytes(msgspec.msgpack.encode(packed(samples)))
     return str(file)
 
 

@@ -476,7 +476,7 @@ class Renderer:
             items: the messages, each as pairs of key and value; their contents do not matter.
         """
         observation: list[Any] = [dict(message) for message in items]
-        marked: list[Message] = [
+        marked: list[Any] = [
             {**message, "content": f"{_CONTENT}-{position}-"}
             for position, message in enumerate(observation)
         ]
@@ -488,7 +488,7 @@ class Renderer:
             frame.append(before)
         frame.append(rest)
         for awkward in _AWKWARD:
-            tried: list[Message] = [{**message, "content": awkward} for message in observation]
+            tried: list[Any] = [{**message, "content": awkward} for message in observation]
             spliced = frame[0] + "".join(awkward + after for after in frame[1:])
             if spliced != self._render_tail(tried):
                 return None
