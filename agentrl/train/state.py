@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import load  # pyright: ignore
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 from agentrl.errors import CheckpointError
 from agentrl.model import ranks
@@ -36,7 +37,9 @@ from agentrl.model.adapter_files import (
     adapter_tensors,
     has_adapter,
 )
+from agentrl.model.sharding import Frozen
 from agentrl.model.tensors import set_dtype
+from agentrl.train.optimizer import Learner
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -44,30 +47,9 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "state.json"
 
 
-class Weights(Protocol):
-    """A network, which may be frozen."""
-
-    @property
-    def model(self) -> torch.nn.Module: ...
-    @property
-    def masters(self) -> Mapping[Tensor, Tensor]:
-        """Maps a parameter to the float32 weights that the optimizer updates in its place."""
-        ...
-
-
-class Trained(Weights, Protocol):
-    """A network with its optimizer, such as a `Learner`."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    def cast(self) -> None:
-        """Copies the masters into their parameters, rounded to the parameters' dtype."""
-        ...
-
-
-class Tokenizer(Protocol):
-    def save_pretrained(self, save_directory: str) -> object: ...
+Trained = Learner[Any]
+Weights = Trained | Frozen
+"""A network, which may be frozen."""
 
 
 @dataclass(slots=True)
@@ -94,7 +76,7 @@ class TrainState:
     them before the next update. Empty in a loaded state."""
     pretrained: dict[str, str] = field(default_factory=dict)
     """Text of further small files, e.g. config.json, by file name."""
-    tokenizer: Tokenizer | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     folder: Path | None = None
     """Folder from which `restore_state` reads the tensors; None in a captured state."""
 
@@ -108,7 +90,7 @@ def capture_state(
     reference: Weights | None = None,
     data_position: Mapping[str, JSON] | None = None,
     extra: Mapping[str, JSON] | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     copy_tensors: bool = False,
 ) -> TrainState:
     """Collects the state of a run between two optimizer updates.
