@@ -229,6 +229,12 @@ def _ended(test, row):
         print(f"{test.__name__}: {error!r}")
 
 
+def is_paid(source, folder, right, code):
+    """Whether `code` reports the values that `right` does."""
+    made, reference = play(source, folder, right)
+    return not compare(made.probes, reference, play(source, folder, code)[1]).wrong
+
+
 def double(x):
     if x is None:
         raise ValueError("no number: None")
@@ -386,9 +392,9 @@ def test_an_exception_counts_by_the_kinds_that_a_test_can_see(tmp_path):
         return code
 
     source = "def test():\n    with raises(ValueError, match='^no'):\n        f(1)"
-    made, reference = play(source, tmp_path, raising(ValueError("no number")))
-    assert made.probes[1].strong
-    for error, is_paid in [
+    right = raising(ValueError("no number"))
+    assert play(source, tmp_path, right)[0].probes[1].strong
+    for error, paid in [
         (ValueError("no, not at all"), True),
         (Both("no"), False),  # its text is quoted, as that of a KeyError is
         (UnicodeError("no"), True),
@@ -397,24 +403,20 @@ def test_an_exception_counts_by_the_kinds_that_a_test_can_see(tmp_path):
         (AnyOf("no"), False),
         (ValueError("no" + " or any other word" * 10), False),
     ]:
-        values = play(source, tmp_path, raising(error))[1]
-        assert (not compare(made.probes, reference, values).wrong) is is_paid, error
-    for first, pattern in (
+        assert is_paid(source, tmp_path, right, raising(error)) is paid, error
+    right = raising(ValueError("no (number)"))
+    for first, match in (
         ("expected = r'no .number.'", "expected"),
         ("import re", "re.escape('no (number)')"),
     ):
-        named = (
-            f"def test():\n    {first}\n    with raises(ValueError, match={pattern}):\n        f(1)"
-        )
-        made, reference = play(named, tmp_path, raising(ValueError("no (number)")))
+        raises = f"with raises(ValueError, match={match}):\n        f(1)"
+        named = f"def test():\n    {first}\n    {raises}"
+        made, _ = play(named, tmp_path, right)
         assert made.probes[1].strong and "number" not in made.text.split("def test")[1]
-        for text, is_paid in (("no (number)!", True), ("not at all", False)):
-            values = play(named, tmp_path, raising(ValueError(text)))[1]
-            assert (not compare(made.probes, reference, values).wrong) is is_paid
+        assert is_paid(named, tmp_path, right, raising(ValueError("no (number)!")))
+        assert not is_paid(named, tmp_path, right, raising(ValueError("not at all")))
     plain = "def test():\n    with raises(ValueError):\n        f(1)"
-    made, reference = play(plain, tmp_path, raising(ValueError("no")))
-    values = play(plain, tmp_path, raising(Both("no")))[1]
-    assert not compare(made.probes, reference, values).wrong
+    assert is_paid(plain, tmp_path, raising(ValueError("no")), raising(Both("no")))
 
 
 @pytest.mark.parametrize(
@@ -429,24 +431,21 @@ def test_numbers_are_compared_within_the_tolerance_that_the_test_states(
     assertion, near, far, tmp_path
 ):
     source = f"def test():\n    {assertion}"
-    made, reference = play(source, tmp_path, lambda x: 4.0)
-    assert not compare(made.probes, reference, play(source, tmp_path, lambda x: near)[1]).wrong
-    assert compare(made.probes, reference, play(source, tmp_path, lambda x: far)[1]).wrong
+    assert is_paid(source, tmp_path, lambda x: 4.0, lambda x: near)
+    assert not is_paid(source, tmp_path, lambda x: 4.0, lambda x: far)
 
 
 def test_the_order_counts_unless_the_test_says_that_it_does_not(tmp_path):
     source = "class TestF(unittest.TestCase):\n    def test(self):\n        self.{}(f(1), [1, 2])"
-    for name, is_paid in (("assertCountEqual", True), ("assertEqual", False)):
-        made, reference = play(source.format(name), tmp_path, lambda x: [1, 2])
-        values = play(source.format(name), tmp_path, lambda x: [2, 1])[1]
-        assert (not compare(made.probes, reference, values).wrong) is is_paid
+    codes = (lambda x: [1, 2]), (lambda x: [2, 1])
+    assert is_paid(source.format("assertCountEqual"), tmp_path, *codes)
+    assert not is_paid(source.format("assertEqual"), tmp_path, *codes)
 
 
 def test_values_of_a_loop_count_in_their_order(tmp_path):
     source = "def test():\n    for x, y in [(1, -1), (-1, 1)]:\n        assert f(x) == y"
-    made, reference = play(source, tmp_path, lambda x: -x)
-    assert not compare(made.probes, reference, play(source, tmp_path, lambda x: -x)[1]).wrong
-    assert compare(made.probes, reference, play(source, tmp_path, lambda x: x)[1]).wrong
+    assert is_paid(source, tmp_path, lambda x: -x, lambda x: -x)
+    assert not is_paid(source, tmp_path, lambda x: -x, lambda x: x)
 
 
 def test_values_count_for_the_test_that_reports_them_in_any_order_of_tests(tmp_path, monkeypatch):

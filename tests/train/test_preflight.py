@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rows_for_tests import write_rows
 from samples_for_tests import trajectory_of
 
 from agentrl.cli.doctor import doctor
@@ -152,11 +153,10 @@ def pays(reward: float):
 
 
 def same_tasks(tmp_path: Path) -> list[str]:
-    file = tmp_path / "tasks.jsonl"
     rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = json.dumps({"train": str(file), "test": str(file)})
-    return ["--env.config", json.dumps({"source": json.loads(source), "tools": True})]
+    file = str(write_rows(tmp_path / "tasks.jsonl", rows))
+    source = {"train": file, "test": file}
+    return ["--env.config", json.dumps({"source": source, "tools": True})]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rows_for_tests import write_rows
 from tokenizers_for_tests import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -123,8 +124,7 @@ def calls(arguments):
 
 
 def trained_texts(tmp_path, messages, tools=TOOLS):
-    path = tmp_path / "demos.jsonl"
-    path.write_text(json.dumps({"messages": messages, "tools": tools}) + "\n")
+    path = write_rows(tmp_path / "demos.jsonl", [{"messages": messages, "tools": tools}])
     renderer = Renderer(make_tokenizer())
     (dialogue,) = read_demonstrations(path)
     sample = dialogue_to_sample(renderer, dialogue, "d")
@@ -190,16 +190,14 @@ def test_keys_without_a_meaning_are_reported_once(tmp_path, caplog):
 
 
 def test_dialogues_that_are_all_too_long_are_an_error(tmp_path):
-    path = tmp_path / "demos.jsonl"
-    path.write_text(json.dumps({"messages": DIALOGUE}))
+    path = write_rows(tmp_path / "demos.jsonl", [{"messages": DIALOGUE}])
     with pytest.raises(DataError, match="raise it"):
         sft(path, model_path=MODEL, out=tmp_path / "out", max_tokens=3)
 
 
 def test_the_command_says_what_it_did_and_what_it_left_out(tmp_path, capsys):
-    path = tmp_path / "demos.jsonl"
     long = [*DIALOGUE, {"role": "assistant", "content": "so " * 300}]
-    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (DIALOGUE, long)))
+    path = write_rows(tmp_path / "demos.jsonl", [{"messages": each} for each in (DIALOGUE, long)])
     out = tmp_path / "tuned"
     words = ["sft", str(path), "--model", MODEL, "--out", str(out), "--max-tokens", "200"]
     assert main(words) == 0
