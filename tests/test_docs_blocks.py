@@ -110,15 +110,21 @@ def test_the_python_of_a_page_runs(page, quickstart_run, tmp_path):
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+@pytest.fixture
+def modules_of_the_page(request, tmp_path, monkeypatch):
+    """The working directory, with the page's own Python files."""
+    monkeypatch.chdir(tmp_path)
+    for other in blocks_of(request.getfixturevalue("block").page):
+        if other.file and other.language == "python":
+            (tmp_path / other.file).write_text(other.code)
+
+
+@pytest.mark.usefixtures("modules_of_the_page")
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)
-def test_a_run_file_or_a_part_of_one_loads(block, tmp_path, monkeypatch):
+def test_a_run_file_or_a_part_of_one_loads(block):
     data = tomllib.loads(block.code)
     if block.not_run or "project" in data or "benchmark" in data:  # a suite
         return
-    monkeypatch.chdir(tmp_path)
-    for other in blocks_of(block.page):
-        if other.file and other.language == "python":
-            (tmp_path / other.file).write_text(other.code)
     # What a part leaves out.
     rest: dict = {"model": {"path": "m"}}
     load_config(deep_merge(rest, data))
@@ -191,6 +197,7 @@ def agentrl_complaint(arguments: list[str]) -> str | None:
     return None
 
 
+@pytest.mark.usefixtures("modules_of_the_page")
 @pytest.mark.parametrize("block", of_language("", "sh", "bash", "console"), ids=str)
 def test_commands_exist_with_their_options_and_keys(block):
     if block.not_run:
