@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from typing import Self
 from urllib.parse import urlsplit
 
 FAULTS = ("drop", "duplicate", "delay", "cut")
@@ -23,7 +23,7 @@ class Cut(Exception):
 
 
 class LossyProxy:
-    def __init__(self, upstream: str, share: float, seed: int, pages: bool) -> None:
+    def __init__(self, upstream: str, *, share: float, seed: int, pages: bool) -> None:
         self.url = ""
         self.num_messages = 0
         self.num_connections = 0
@@ -33,6 +33,17 @@ class LossyProxy:
         self._pages = pages
         self._chance = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**24)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -123,19 +134,3 @@ async def read_http(reader: asyncio.StreamReader) -> bytes:
         if line.startswith(b"content-length:"):
             length = int(line[15:])
     return head + await reader.readexactly(length)
-
-
-@contextlib.asynccontextmanager
-async def lossy_proxy(
-    upstream: str, *, share: float, seed: int, pages: bool = False
-) -> AsyncIterator[LossyProxy]:
-    proxy = LossyProxy(upstream, share, seed, pages)
-    server = await asyncio.start_server(proxy._serve, "127.0.0.1", 0, limit=2**24)
-    proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield proxy
-    finally:
-        server.close()
-        for task in list(proxy._tasks):
-            task.cancel()
-        await asyncio.gather(*proxy._tasks, return_exceptions=True)

@@ -9,10 +9,11 @@ import time
 
 import pytest
 import sample_envs
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from env_servers import in_process_of_its_own
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lossy_proxy import Cut, LossyProxy, read_http
 from manager_calls import call, error_of, until
 from sample_envs import Hello, Workshop
 
@@ -277,58 +278,48 @@ def test_the_client_without_await(served, transport):
 # Faults
 
 
-class Proxy:
+def answer(status, body, *headers):
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+BUSY = b'{"title":"","status":%d,"detail":"busy","code":"at_capacity","retryable":true,'
+BUSY += b'"retry_after_s":0.05}'
+OURS = "Agentrl-Protocol: 1"
+ANSWERS = {
+    "503": answer("503 Service Unavailable", BUSY % 503, OURS),
+    "429": answer("429 Too Many Requests", BUSY % 429, OURS),
+    "bad gateway": answer("502 Bad Gateway", b"<html>"),
+    "something else": answer("200 OK", b"<html>"),
+}
+
+
+class Proxy(LossyProxy):
     """Passes requests on to a server, except that each may meet the next fault of the script."""
 
-    def __init__(self, url, faults):
-        self.target, self.faults, self.num_requests = url, list(faults), 0
+    def __init__(self, url, script):
+        super().__init__(url, share=0.0, seed=0, pages=False)
+        self.script, self.num_requests = list(script), 0
 
-    async def __aenter__(self):
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", self.handle)
-        self.session = ClientSession()
-        self.runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_):
-        await self.runner.cleanup()
-        await self.session.close()
-
-    async def handle(self, request):
+    async def _exchange(self, reader, writer, server_reader, server_writer):
+        request = await read_http(reader)
         self.num_requests += 1
-        fault = self.faults.pop(0) if self.faults else "none"
-        body = await request.read()
+        fault = self.script.pop(0) if self.script else "none"
+        if fault in ANSWERS:
+            writer.write(ANSWERS[fault])
+            return
         if fault == "drop before":
-            request.transport.close()
-            return web.Response()
-        if fault in ("503", "429"):
-            problem = f'{{"title":"","status":{fault},"detail":"busy","code":"at_capacity",'
-            problem += '"retryable":true,"retry_after_s":0.05}'
-            return web.Response(text=problem, status=int(fault), headers={"Agentrl-Protocol": "1"})
-        if fault in ("bad gateway", "something else"):
-            return web.Response(text="<html>", status=502 if fault == "bad gateway" else 200)
+            raise Cut
         if fault == "hang":
             await asyncio.sleep(60)
-        headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
-        async with self.session.request(
-            request.method, self.target + request.path_qs, data=body, headers=headers
-        ) as response:
-            content = await response.read()
-            if fault == "drop after":
-                request.transport.close()
-                return web.Response()
-            if fault == "half":
-                content = content[: len(content) // 2]
-            kept = ("agentrl-protocol", "content-type")
-            return web.Response(
-                body=content,
-                status=response.status,
-                headers={k: v for k, v in response.headers.items() if k.lower() in kept},
-            )
+        server_writer.write(request)
+        response = await read_http(server_reader)
+        if fault == "drop after":
+            raise Cut
+        if fault == "half":
+            body = response.partition(b"\r\n\r\n")[2]
+            response = answer("200 OK", body[: len(body) // 2], OURS)
+        writer.write(response)
 
 
 FAULTS = ["drop before", "drop after", "503", "429", "bad gateway", "half"]

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from lossy_proxy import FAULTS, lossy_proxy
+from lossy_proxy import FAULTS, LossyProxy
 
 from agentrl.env import Action, EnvConfig, Environment, Task, connect, transport
 
@@ -94,7 +94,7 @@ def test_every_step_happens_exactly_once(
     path = tmp_path / "ledger"
 
     async def main(url):
-        async with lossy_proxy(url, share=0.1, seed=num_episodes, pages=pages) as proxy:
+        async with LossyProxy(url, share=0.1, seed=num_episodes, pages=pages) as proxy:
             return await play_all(proxy, path, num_episodes, num_at_once), proxy
 
     with serve_environments([Ledger]) as (url, _):
