@@ -71,18 +71,14 @@ def resolve(name: str) -> type[Environment]:
     if ":" in name:
         return _load(name, name)
     if name.endswith(".py") and Path(name).is_file():
-        raise ConfigError(
-            f"{name} is a file: name the class in it, as in {name}:{_first_class(name)}"
-        )
+        source = Path(name).read_text(errors="replace")
+        found = re.search(r"^class (\w+)", source, re.MULTILINE)
+        first = found[1] if found else "Class"
+        raise ConfigError(f"{name} is a file: name the class in it, as in {name}:{first}")
     raise ConfigError(
         f"no environment '{name}'; known are {', '.join(available()) or 'none'}. Name a class of "
         "your own as module:Class or path/to/env.py:Class"
     )
-
-
-def _first_class(file_name: str) -> str:
-    found = re.search(r"^class (\w+)", Path(file_name).read_text(errors="replace"), re.MULTILINE)
-    return found[1] if found else "Class"
 
 
 class Served:
