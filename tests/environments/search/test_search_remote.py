@@ -109,7 +109,7 @@ def test_a_retriever_that_breaks_the_contract_is_an_error(reply):
 
 def test_failures_are_repeated_where_that_can_help(monkeypatch):
     monkeypatch.setattr(outgoing.time, "sleep", lambda seconds: None)
-    statuses, seen = [503, 500, 200], []
+    statuses, seen = [503, 429, 200], []
 
     async def handler(_: web.Request) -> web.Response:
         seen.append(statuses[len(seen)])
