@@ -59,6 +59,7 @@ from agentrl.inference.servers import (
     TryAgain,
     Unavailable,
     remember,
+    retrieve,
 )
 from agentrl.inference.token_api import (
     COMPLETIONS,
@@ -430,7 +431,7 @@ class ServerEngine:
         """
         if server.renewal is None or server.renewal.done():
             server.renewal = asyncio.create_task(self._renewal(server))
-            server.renewal.add_done_callback(_retrieve)
+            server.renewal.add_done_callback(retrieve)
         await asyncio.shield(server.renewal)
 
     async def _renewal(self, server: Server) -> None:
@@ -607,10 +608,3 @@ def _union(stop_token_ids: frozenset[int], more: tuple[int, ...]) -> list[int]:
     """Returns the sorted union of the engine's and a request's stop ids. Cached, because most
     requests of a run have the same."""
     return sorted(stop_token_ids.union(more))
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieves a renewal's exception, so that asyncio does not log it as lost if all waiters were
-    cancelled."""
-    if not task.cancelled():
-        task.exception()

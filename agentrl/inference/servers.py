@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentrl.errors import InferenceError
 from agentrl.inference.token_api import Endpoint
@@ -170,6 +170,12 @@ class ServerPool:
             return TryAgain(0.0)
         attempts = f"; {faults.num_failed} attempts failed" if faults.num_failed > 1 else ""
         return InferenceError(f"{server.url}: {error}{attempts}")
+
+
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """Retrieves an exception, so that asyncio does not log it as lost if nobody awaits the task."""
+    if not task.cancelled():
+        task.exception()
 
 
 def remember(recent: OrderedDict[str, Value], key: str, value: Value) -> None:

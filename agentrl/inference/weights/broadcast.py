@@ -21,12 +21,13 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from agentrl.errors import WeightSyncError
+from agentrl.inference.servers import retrieve
 from agentrl.inference.weights.control import ServerControl
 from agentrl.inference.weights.transfer import Transfer, in_thread
 from agentrl.model.adapter_files import has_adapter
@@ -192,7 +193,7 @@ async def together(request: Awaitable[object], work: Callable[[], Result]) -> Re
     """
     calling, working = asyncio.ensure_future(request), _in_daemon_thread(work)
     for future in (calling, working):
-        future.add_done_callback(_retrieve)
+        future.add_done_callback(retrieve)
     try:
         await asyncio.wait({calling, working}, return_when=asyncio.FIRST_COMPLETED)
         if working.done() and working.exception() is not None:
@@ -226,9 +227,3 @@ def _in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
 
     threading.Thread(target=run, name="agentrl-nccl", daemon=True).start()
     return asyncio.wrap_future(outcome)
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Retrieves the future's exception, so that asyncio does not log a secondary error."""
-    if not future.cancelled():
-        future.exception()

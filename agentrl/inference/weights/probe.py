@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 
 from agentrl.errors import InferenceError, WeightSyncError
 from agentrl.inference.token_api import (
-    Endpoint,
     NotJSON,
     PromptLogprob,
     SamplingFields,
@@ -111,16 +110,18 @@ async def probe(control: ServerControl, model_name: str, expected: ProbeLogprobs
     sampling = SamplingFields(
         max_tokens=1, temperature=expected.temperature, prompt_logprobs=0, seed=expected.version
     )
-    endpoint, *others = control.endpoints
+    salt, ids = f"probe-{uuid.uuid4().hex}", expected.prompt_ids
+    endpoint, content = control.endpoints[0], b""
+    for endpoint in control.endpoints:
+        body = request_body(endpoint, model_name, ids, sampling, cache_salt=salt)
+        try:
+            content = await control.post(endpoint, body)
+            break
+        except RouteMissing:
+            if endpoint == control.endpoints[-1]:
+                raise
     try:
-        content = await control.post(endpoint, _request(endpoint, model_name, expected, sampling))
-    except RouteMissing:
-        if not others:
-            raise
-        endpoint = others[0]
-        content = await control.post(endpoint, _request(endpoint, model_name, expected, sampling))
-    try:
-        sampled = read_sampled(endpoint, control.url, content, expected.prompt_ids, max_tokens=1)
+        sampled = read_sampled(endpoint, control.url, content, ids, max_tokens=1)
     except (InferenceError, NotJSON) as error:
         raise WeightSyncError(f"the probe's answer cannot be used: {error}") from error
     if not sampled.token_ids:
@@ -152,13 +153,6 @@ async def probe(control: ServerControl, model_name: str, expected: ProbeLogprobs
         error=sum(errors) / len(errors) if expected.is_rounded else max(errors),
         label=None if label is None else str(label),
     )
-
-
-def _request(
-    endpoint: Endpoint, model_name: str, expected: ProbeLogprobs, sampling: SamplingFields
-) -> bytes:
-    salt = f"probe-{uuid.uuid4().hex}"
-    return request_body(endpoint, model_name, expected.prompt_ids, sampling, cache_salt=salt)
 
 
 def _difference(got: float | None, wanted: float) -> float:
