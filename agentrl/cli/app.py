@@ -104,11 +104,7 @@ def resolved(
 
 
 def _one_environment(config: RunConfig, name: str | None) -> RunConfig:
-    """Returns the configuration for one environment of the run.
-
-    Raises:
-        ConfigError: no environment has this name, or there are several and no name is given.
-    """
+    """Returns the configuration for one environment of the run."""
     from agentrl.errors import ConfigError
 
     names = ", ".join(env.name for env in config.envs)
@@ -122,11 +118,7 @@ def _one_environment(config: RunConfig, name: str | None) -> RunConfig:
 
 
 def _env_of(config: RunConfig) -> str:
-    """Returns, as a comment, whether the environment takes its configuration.
-
-    Raises:
-        ConfigError: the environment does not exist, or rejects a key or value.
-    """
+    """Returns, as a comment, whether the environment takes its configuration."""
     if config.env.url:
         return f"# env: asked of {', '.join(config.env.url)} when the run starts"
     from agentrl.env.base import load_config
@@ -137,11 +129,7 @@ def _env_of(config: RunConfig) -> str:
 
 
 def _dialect_of(config: RunConfig) -> str:
-    """Returns, as a comment, the dialect that calls are read in.
-
-    Raises:
-        ConfigError: the dialect does not fit the chat template.
-    """
+    """Returns, as a comment, the dialect that calls are read in."""
     from agentrl.model.text.template import named_dialect, read_template
 
     path, wanted = config.model.path, config.rollout.dialect

@@ -286,11 +286,7 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
 
 
 async def _open_a_task(config: RunConfig) -> None:
-    """Opens and closes one session, in this process or on the server.
-
-    Raises:
-        AgentRLError: the environment is unknown, misconfigured or unreachable.
-    """
+    """Opens and closes one session, in this process or on the server."""
     from agentrl.env.client import connect
     from agentrl.rollout.setup import split_size
 
@@ -303,11 +299,7 @@ async def _open_a_task(config: RunConfig) -> None:
 
 
 async def _show(config: RunConfig, renderer: Renderer) -> None:
-    """Checks that the model would see the environment's tools and images, as a run does.
-
-    Raises:
-        ConfigError: it would not.
-    """
+    """Checks that the model would see the environment's tools and images, as a run does."""
     from agentrl.env.client import connect
     from agentrl.rollout.setup import require_shown_images, require_shown_tools
 
@@ -317,11 +309,7 @@ async def _show(config: RunConfig, renderer: Renderer) -> None:
 
 
 def _config_without_a_file(overrides: list[str]) -> RunConfig:
-    """Makes a configuration from overrides alone, to check the servers.
-
-    Raises:
-        ConfigError: an override is not valid, or `--inference.urls` is missing.
-    """
+    """Makes a configuration from overrides alone, to check the servers."""
     from agentrl.config import apply_overrides, load_config
 
     given = apply_overrides({}, overrides)

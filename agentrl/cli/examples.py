@@ -49,11 +49,7 @@ def example_file(name: str) -> Path:
 
 
 def _installed() -> dict[str, Path]:
-    """Returns the files of the installed wheel, by their paths below the examples.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Returns the files of the installed wheel, by their paths below the examples."""
     files = distribution("agentrl-gym").files or ()
     found = {
         file.as_posix().partition(_INSTALLED)[2]: Path(str(file.locate()))

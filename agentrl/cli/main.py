@@ -80,11 +80,7 @@ def _help(app: App, path: Sequence[str], command: App, tokens: list[str]) -> int
 
 
 def _refuse_misspelt(command: App, words: Sequence[str]) -> None:
-    """Refuses options that are close to one of the command's own: they would be read as keys.
-
-    Raises:
-        ConfigError: there is such an option; names the closest one.
-    """
+    """Refuses options that are close to one of the command's own: they would be read as keys."""
     known = [name for argument in command.assemble_argument_collection() for name in argument.names]
     for word in words:
         name = word.partition("=")[0]

@@ -155,11 +155,7 @@ def _override(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
 
 
 def _override_by_name(tables: list[Any], own: dict[str, Any]) -> None:
-    """Writes `--env.NAME.key value` into the `[[env]]` table of that name.
-
-    Raises:
-        ConfigError: there is no such table.
-    """
+    """Writes `--env.NAME.key value` into the `[[env]]` table of that name."""
     default = EnvSection.model_fields["id"].default
     by_name = {str(t.get("name") or t.get("id", default)): t for t in tables if isinstance(t, dict)}
     for name, values in own.items():

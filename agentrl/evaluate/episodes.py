@@ -196,11 +196,7 @@ def read_evaluation(folder: Path, *, images: bool = False) -> tuple[RunConfig, l
 
 
 def _require_same(file: Path, config: RunConfig) -> None:
-    """Checks that the folder's evaluation has this configuration.
-
-    Raises:
-        ConfigError: the configuration in the file differs.
-    """
+    """Checks that the folder's evaluation has this configuration."""
     before, now = load_config(file, []).to_json(), config.to_json()
     other = [
         f"{section}.{key}"

@@ -194,11 +194,7 @@ class _Reply:
 
 
 def _read(content: bytes) -> _Reply:
-    """Reads the body of a completion.
-
-    Raises:
-        _Nonsense: it holds no turn: an error, no choice, or no JSON.
-    """
+    """Reads the body of a completion."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):

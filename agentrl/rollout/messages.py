@@ -152,11 +152,7 @@ def content_of(message: Mapping[str, Any], where: str) -> Content:
 
 
 def _image_url(part: Mapping[str, Any], where: str) -> str:
-    """Returns the address of an image in any of the three protocols.
-
-    Raises:
-        RequestRefused: the part has no address.
-    """
+    """Returns the address of an image in any of the three protocols."""
     match part:
         case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
             return url
@@ -219,11 +215,7 @@ def read_arguments(value: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[Any]:
-    """Returns the calls of an assistant's message.
-
-    Raises:
-        RequestRefused: a call has no name, or its arguments are not a JSON object.
-    """
+    """Returns the calls of an assistant's message."""
     calls = message.get("tool_calls") or []
     if function := message.get("function_call"):
         calls = [{"function": function}]

@@ -89,11 +89,7 @@ def _watch(
     worker: SpawnProcess, messages: Connection, names: Sequence[str], thorough: bool
 ) -> Iterator[CheckResult]:
     """Yields results as they come. If the worker hangs or dies in a check, the last result is a
-    failure of that check.
-
-    Raises:
-        ConfigError: the environment cannot be loaded.
-    """
+    failure of that check."""
     waiting = list(names)
     started, silence_s = time.monotonic(), LOAD_TIMEOUT_S
     while waiting:

@@ -78,11 +78,7 @@ class ContainerRunner(CommandRunner):
 
     @asynccontextmanager
     async def _box(self) -> AsyncIterator[Box]:
-        """Starts a container, and removes it at the end.
-
-        Raises:
-            EnvUnavailable: none started within `START_TIMEOUT_S`.
-        """
+        """Starts a container, and removes it at the end."""
         async with self._in_use:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S), self._starting:
@@ -121,11 +117,7 @@ def _own_network(client: DockerClient) -> str:
 
 
 def _address_in(client: DockerClient, name: str) -> str:
-    """Returns this machine's address in a Docker network.
-
-    Raises:
-        ConfigError: the network does not exist, or this machine has no address in it.
-    """
+    """Returns this machine's address in a Docker network."""
     try:
         with engine_errors():
             pools = client.networks.get(name).attrs["IPAM"]["Config"] or []

@@ -158,11 +158,7 @@ class Agents:
 
 
 def _by_turn(rewards: dict[str, float], live: Live) -> dict[int | None, float]:
-    """Returns the rewards by turn instead of by response id.
-
-    Raises:
-        AgentError: an id does not belong to a response of the episode.
-    """
+    """Returns the rewards by turn instead of by response id."""
     result: dict[int | None, float] = {}
     for name, reward in rewards.items():
         turn = live.turn_of.get(re.sub("^(chatcmpl-|resp_|msg_)", "", name))

@@ -394,11 +394,7 @@ class AgentServer:
         return hmac.new(self._secret, nonce.encode(), hashlib.sha256).hexdigest()[:24]
 
     def _attributed(self, request: web.Request) -> Live:
-        """Returns the episode that a request belongs to.
-
-        Raises:
-            RequestRefused: the key is unknown, or its episode is over.
-        """
+        """Returns the episode that a request belongs to."""
         given = _key_of(request)
         if live := self._live.get(given):
             return live
@@ -440,11 +436,7 @@ class AgentServer:
         return await mcp_tools.answer(request, self._tools(request))
 
     def _tools(self, request: web.Request) -> EnvTools:
-        """Returns the tools of the request's episode.
-
-        Raises:
-            RequestRefused: the key is unknown, or its episode is over or has no environment.
-        """
+        """Returns the tools of the request's episode."""
         tools = self._attributed(request).tools
         if tools is None:
             raise RequestRefused("this episode has no tools", status=404, code="not_found")
@@ -541,12 +533,7 @@ class AgentServer:
         return stream
 
     def _warn_of(self, call: Call, max_turn_tokens: int) -> None:
-        """Warns about the parts of a call that are not served.
-
-        Raises:
-            RequestRefused: the agent offers a provider's own tools, and
-                `agent.leave_out_provider_tools` is false.
-        """
+        """Warns about the parts of a call that are not served."""
         if call.left_out and not self._leaves_out_tools:
             raise RequestRefused(
                 f"the tools {', '.join(call.left_out)} are not functions, and only functions are "
@@ -642,11 +629,7 @@ def _failed(task: asyncio.Task[Answer]) -> bool:
 
 
 def _object(body: bytes) -> dict:
-    """Parses a body that must be a JSON object.
-
-    Raises:
-        RequestRefused: the body is not a JSON object.
-    """
+    """Parses a body that must be a JSON object."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -106,11 +106,7 @@ class AnthropicMessages:
         )
 
     def _continued(self, body: Mapping[str, Any], thread: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a request with all that its thread holds.
-
-        Raises:
-            RequestRefused: this episode has no such thread; a client then sends the whole history.
-        """
+        """Returns a request with all that its thread holds."""
         if thread.get("type") == "create":
             return dict(body)
         previous = thread.get("previous_message_id")

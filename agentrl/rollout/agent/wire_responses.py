@@ -246,11 +246,7 @@ class Responses:
         return items
 
     def _referred(self, item: Any, where: str) -> Any:
-        """Returns the earlier output that an `item_reference` names.
-
-        Raises:
-            RequestRefused: this episode has no item with that id.
-        """
+        """Returns the earlier output that an `item_reference` names."""
         name = item.get("id")
         if not isinstance(name, str) or name not in self._items:
             raise RequestRefused(
