@@ -283,6 +283,7 @@ def _update(learner: Learner) -> None:
 
     with (
         mock.patch.object(nn.utils, "clip_grad_norm_", clipped),
+        mock.patch.object(optimizer, "whole", lambda norm: norm),
         mock.patch.object(optimizer, "relative_update", lambda _: None),
     ):
         learner.step()
