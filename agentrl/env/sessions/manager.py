@@ -173,7 +173,7 @@ class SessionManager:
                 "session_expired",
                 f"this Idempotency-Key's session has {self._closed_keys[key]}; use a fresh key",
             )
-        earlier, opening = self._creations.get(key, (request, None))  # none has the key None
+        earlier, opening = self._creations.get(key, (request, None))  # of None there is none
         if opening is None:
             opening = self._background.spawn(self._create(request, key))
             if key is not None:
