@@ -177,7 +177,7 @@ def curve_table(row: Row, results: Results, columns: Sequence[str] = CURVE_COLUM
         values, runs = curves(arm.name, results), list(results[arm.name].values())
 
         def known(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> list[list[float]]:
-            """Of each run that has this metric its values, in the order of the steps."""
+            """Returns the metric's values by step, of each run that has it."""
             return [[v for v in run[key] if v is not None] for run in runs if key in run]
 
         ends = (values[:, :WINDOW].mean(1), values[:, -WINDOW:].mean(1))
